@@ -166,7 +166,6 @@ class Changes:
             self._remove(above, parts, status)
 
     def rename(self, origin: Parts, target: Parts) -> None:
-        """Move a file, link or directory, replacing what is at the target."""
         with self._made_parent(target) as there, self.tree.parent(origin) as here:
             status = os.stat(origin[-1], dir_fd=here, follow_symlinks=False)
             replaced = status_at(there, target[-1])
@@ -227,12 +226,10 @@ class Changes:
             self._saved.pop(target, None)
 
     def copy(self, origin: Parts, target: Parts) -> None:
-        """Copy a file, link or directory, replacing what is at the target."""
         with self._placed(target) as (scratch, staged):
             copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
 
     def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
-        """Change the given attributes of a file, link or directory."""
         entry = capture(self.tree, parts)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
@@ -281,7 +278,6 @@ class Changes:
     # Savepoints and the end
 
     def mark(self) -> int:
-        """Return a savepoint."""
         self._next_mark += 1
         self._marks[self._next_mark] = len(self.records)
         # From here on, originals must be saved again.
@@ -852,7 +848,6 @@ class Changes:
                 raise  # else it went with its directory
 
     def _sync_all(self, directories: AbstractSet[Parts]) -> None:
-        """Sync the filesystems of some directories."""
         done: set[Mount] = set()
         for parts in directories | {()}:
             try:
@@ -914,7 +909,6 @@ class Changes:
         )
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
-        """Undo the unfinished transaction of a killed process."""
         begun = next((record.data for record in records if record.op == "external"), None)
         self._has_programs = begun is not None
         restore = Restore(
@@ -1057,7 +1051,6 @@ def _is_new(store: Store, scratch: Scratch, name: str) -> bool:
 
 
 def _sync_in(above: int, name: str) -> None:
-    """Sync a file."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with Held(os.open(name, flags, dir_fd=above)) as fd:

@@ -107,7 +107,6 @@ class Output:
     dropped: int = 0
 
     def add(self, data: bytes) -> None:
-        """Add the next output."""
         room = self.limit - self.limit // 2 - len(self.head)
         if room > 0:
             self.head += data[:room]

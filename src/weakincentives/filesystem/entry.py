@@ -125,7 +125,6 @@ class Entry(NamedTuple):
         return now is not None and None not in (self.digest, now.digest) and self.is_like(now)
 
     def encode(self) -> list[Any]:
-        """Return the entry as JSON values."""
         xattrs = [[name, value.hex()] for name, value in self.xattrs] if self.xattrs else ()
         kind = "fifo" if self.pipe else self.kind
         return [
@@ -309,7 +308,6 @@ def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> Non
 
 
 def link(source: int | None, name: str | Path, target: int, place: str) -> None:
-    """Create a hard link to a file or symbolic link."""
     os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
 
 

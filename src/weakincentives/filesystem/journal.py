@@ -96,7 +96,6 @@ class Record:
         return [name for name in (self.saved, source) if name is not None]
 
     def encode(self) -> bytes:
-        """Return the record as one line of text."""
         values = [
             _VERSION,
             self.op,
@@ -142,7 +141,6 @@ class Record:
 
 
 def _from_version_2(values: list[Any]) -> list[Any]:
-    """Convert the values of a version 2 record."""
     op, path, origin, saved, copy, before, old, new, scratch, times, away, data = values[:12]
     twin, source, digest = [*values[12:], None, None, None][:3]
     if op == "external":

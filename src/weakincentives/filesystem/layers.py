@@ -43,20 +43,16 @@ class Disk:
         self.link_target = tree.link_target
 
     def node(self, parts: Parts) -> Node | None:
-        """Return the entry at a path, or None."""
         status = self.tree.status(parts)
         return None if status is None else node_of(status)
 
     def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
         return self.tree.read(parts)[0]
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return the entries of a directory."""
         return [(name, node_of(status)) for name, status in self.tree.scan(parts)]
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return names and kinds in a directory."""
         return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
 
 
@@ -147,14 +143,12 @@ class Layer:
     # Looking
 
     def node(self, parts: Parts) -> Node | None:
-        """Return the entry at a path, or None."""
         cover, where = self._look_up(parts)
         if cover is not None:
             return cover.node
         return None if where is None else where[0].node(where[1])
 
     def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
         cover, where = self._look_up(parts)
         if cover is not None and cover.node is not None:
             return content_of(cover, parts)
@@ -163,7 +157,6 @@ class Layer:
         return where[0].read(where[1])
 
     def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
         cover, where = self._find(parts)
         if cover is not None and cover.node is not None:
             if cover.node.kind != "link":
@@ -176,7 +169,6 @@ class Layer:
         return where[0].link_target(where[1])
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return the entries of a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].nodes(where[1])
         found = [(name, node) for name, node in inner if name not in covers] + [
@@ -185,7 +177,6 @@ class Layer:
         return [(name, self._as_changed(node)) for name, node in found] if self.files else found
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return names and kinds in a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].kinds(where[1])
         found: list[tuple[str, NodeKind]] = [one for one in inner if one[0] not in covers]
@@ -249,7 +240,6 @@ class Layer:
         return self._put(parts, cover)._with_file(cover)
 
     def remove(self, parts: Parts) -> Layer:
-        """Return a layer without this path."""
         return self.put(parts, _GONE)
 
     def make_directories(self, parts: Parts, mtime_ns: int) -> Layer:
@@ -263,7 +253,6 @@ class Layer:
         return layer
 
     def rename(self, origin: Parts, target: Parts) -> Layer:
-        """Return a layer with an entry moved."""
         return self._transfer(origin, target).remove(origin)
 
     def copy(self, origin: Parts, target: Parts, fresh: Iterator[int]) -> Layer:
@@ -437,7 +426,6 @@ class Present(Forward):
         return following
 
     def resume(self) -> None:
-        """Become current again, after an undo."""
         self._next, self._layer, self._look = None, None, self._disk
 
     def close(self, reason: str) -> None:
@@ -506,7 +494,6 @@ def xattrs_at(look: Look, parts: Parts) -> Xattrs:
 
 
 def content_of(cover: Cover, parts: Parts) -> bytes:
-    """Return the content of a regular file."""
     if cover.node is not None:
         _check_file(cover.node, parts)
     match cover.source:
@@ -559,14 +546,12 @@ def replaced_by(past: Past, delta: Delta) -> Replaced:
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Replaced) -> Layer:
-    """Return a layer without some changes."""
     for record in reversed(records):
         layer = _undone(layer, record, taken)
     return layer
 
 
 def _undone(layer: Layer, record: Record, taken: Replaced) -> Layer:
-    """Return a layer without one change."""
     if record.op == "moved" and record.origin is not None:
         return layer.rename(record.path, record.origin)
     if record.op != "was":

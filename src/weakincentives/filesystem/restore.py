@@ -269,7 +269,6 @@ class Restore:
         )
 
     def _names_in(self, parts: Parts) -> str:
-        """Name the entries of a directory."""
         status = self.tree.status(parts)
         is_directory = status is not None and stat.S_ISDIR(status.st_mode)
         names = sorted(self.tree.names(parts)) if is_directory else []

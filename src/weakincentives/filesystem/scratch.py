@@ -56,11 +56,9 @@ class Scratch:
             os.close(fd)
 
     def at(self, name: str) -> Parts:
-        """Return the path of an entry, relative to its tree."""
         return (*self.base, name)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of an entry, or None."""
         with contextlib.suppress(FileNotFoundError):  # of the directory itself
             return status_at(self.fd, name)
         return None
@@ -75,7 +73,6 @@ class Scratch:
             self.tree.remove_all(self.at(name))
 
     def put(self, name: str, above: int, place: str) -> None:
-        """Move an entry to a name in a directory, replacing a file there."""
         os.rename(name, place, src_dir_fd=self.fd, dst_dir_fd=above)
 
 
@@ -101,7 +98,6 @@ class Scratches:
         return self.made[-1]
 
     def of(self, mark: Parts | None) -> Scratch:
-        """Return the one named in a record."""
         if mark is None:
             return self.own
         known = next((each for each in self.made if each.base == mark), None)

@@ -97,7 +97,6 @@ class Step(NamedTuple):
         return cast("Attributes", given)
 
     def applied(self, layer: Layer) -> Layer:
-        """Return a layer with this change."""
         parts, target, node = self.parts, self.target, self.node
         if self.method == "make_directory":
             return layer.make_directories(parts, self.moment)
@@ -319,7 +318,6 @@ class Staging(Forward):
         self.state = State(step.applied(layer), (*steps, step))
 
     def _place(self) -> Path:
-        """Return a free path for a file of this view."""
         if self._folder is None:
             self._folder = self._store.own / "views" / os.urandom(8).hex()
             self._folder.mkdir(mode=0o700, parents=True)

@@ -375,11 +375,9 @@ class Note:
     version 4, objects may be compressed."""
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record."""
         return Seals(f"{kind} {self.id}")
 
     def encode(self) -> bytes:
-        """Return the sealed note."""
         return Seals(_NOTE).sealed(json.dumps(asdict(self)).encode())
 
     @classmethod
@@ -634,7 +632,6 @@ class Store:
         self.avoid(self.tree.names(()))
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record."""
         return self.note.seals(kind)
 
     def fresh(self, mark: str = "n") -> str:
@@ -728,7 +725,6 @@ class Store:
         return mine
 
     def _tidy(self) -> None:
-        """Remove unfinished files of killed processes."""
         self.objects.tidy()
         with contextlib.closing(Tree(self.path)) as own:
             for name, status in own.scan(()):
@@ -782,7 +778,6 @@ def _discard(folder: Path) -> None:
 
 
 def write_note(store: Path, note: Note) -> None:
-    """Write the note of a store atomically."""
     write_whole(store / "root", note.encode())
 
 

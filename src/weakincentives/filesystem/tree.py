@@ -218,7 +218,6 @@ class Tree:
     # Changing
 
     def chmod(self, parts: Parts, mode: int) -> None:
-        """Set the permission bits of a file or directory, never through a link."""
         with self.parent(parts) as above:
             chmod_at(above, parts[-1] if parts else ".", mode)
 
@@ -451,7 +450,6 @@ PRIVILEGES = "security.capability"
 
 
 def sync(fd: int) -> None:
-    """Flush a file or directory to the disk, if its filesystem can."""
     try:
         os.fsync(fd)
     except OSError as error:

@@ -170,7 +170,6 @@ class Workspace:
         return os.fstat(self.store.tx_fd).st_ctime_ns
 
     def at(self, place: Place) -> Look:
-        """Return the state at a position."""
         look: Look = self.present
         for serial in self.history.after(place.serial):
             delta = self.history.read(serial)
@@ -220,7 +219,6 @@ class Workspace:
             yield
 
     def begin_in_place(self) -> Changes:
-        """Begin the transaction that works in place."""
         if self.in_place is not None:
             raise RuntimeError("another call is working in place on this directory: hold its gate")
         self.check_held()
@@ -317,7 +315,6 @@ class Workspace:
         self._stages = []
 
     def check_found(self, records: list[Record]) -> None:
-        """Raise if other programs changed protected paths."""
         try:
             self.reserved.check_changed(*self.changed_by(records))
         except ProtectedPath as error:
