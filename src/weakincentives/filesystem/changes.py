@@ -31,7 +31,7 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
-from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown, system_error
 from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.restore import Restore, move_out, open_for_writing, safe_name
 from weakincentives.filesystem.scratch import TEMPORARY, Scratch, Scratches
@@ -178,7 +178,7 @@ class Changes:
                 replaced = None
             try:
                 if mount_of(here) != mount_of(there):
-                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+                    raise system_error(errno.EXDEV, origin)
                 self._rename(here, origin, there, target, status, replaced)
             except OSError as error:
                 if error.errno != errno.EXDEV:
@@ -232,7 +232,7 @@ class Changes:
     def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
         entry = capture(self.tree, parts)
         if entry is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            raise system_error(errno.ENOENT, parts)
         wanted = entry._replace(**given)
         if entry.kind == "file":
             with self.tree.parent(parts) as above:

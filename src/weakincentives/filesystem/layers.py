@@ -15,10 +15,17 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
-from weakincentives.filesystem.entry import Attributes, Entry, File, Xattrs, capture, kind_of
+from weakincentives.filesystem.entry import Attributes, Entry, File, Xattrs, capture
 from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.paths import BARRED, FileStat, NodeKind, Parts, join_path
+from weakincentives.filesystem.paths import (
+    BARRED,
+    FileStat,
+    NodeKind,
+    Parts,
+    not_regular,
+    system_error,
+)
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
@@ -41,6 +48,7 @@ class Disk:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.link_target = tree.link_target
+        self.kinds = tree.kinds
 
     def node(self, parts: Parts) -> Node | None:
         status = self.tree.status(parts)
@@ -51,9 +59,6 @@ class Disk:
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
         return [(name, node_of(status)) for name, status in self.tree.scan(parts)]
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
 
 
 class OnDisk(base.Filesystem):
@@ -153,19 +158,18 @@ class Layer:
         if cover is not None and cover.node is not None:
             return content_of(cover, parts)
         if where is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            raise system_error(errno.ENOENT, parts)
         return where[0].read(where[1])
 
     def link_target(self, parts: Parts) -> str:
         cover, where = self._find(parts)
         if cover is not None and cover.node is not None:
             if cover.node.kind != "link":
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), join_path(parts))
+                raise system_error(errno.EINVAL, parts)
             if isinstance(cover.source, bytes):
                 return os.fsdecode(cover.source)
-            where = cover.source if isinstance(cover.source, tuple) else None
         if where is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            raise system_error(errno.ENOENT, parts)
         return where[0].link_target(where[1])
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
@@ -189,10 +193,9 @@ class Layer:
         cover, where = self._find(parts)
         if cover is not None:
             if cover.node is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+                raise system_error(errno.ENOENT, parts)
             if cover.node.kind != "directory":
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            where = cover.source if isinstance(cover.source, tuple) else None
+                raise system_error(errno.ENOTDIR, parts)
         return where, self._covers.get(parts) or _NO_COVERS
 
     def _as_changed(self, node: Node) -> Node:
@@ -217,12 +220,11 @@ class Layer:
         if not self._covers:
             return None, (self.below, parts)
         cover: Cover | None = None
-        start: Where = (self.below, ())
-        where: Where | None = start
+        where: Where | None = (self.below, ())
         for depth, name in enumerate(parts):
             if cover is not None and cover.node is not None and cover.node.kind != "directory":
                 number = errno.ELOOP if cover.node.kind == "link" else errno.ENOTDIR
-                raise OSError(number, os.strerror(number), join_path(parts))
+                raise system_error(number, parts)
             inside = self._covers.get(parts[:depth])
             cover = None if inside is None else inside.get(name)
             if cover is None:
@@ -494,8 +496,8 @@ def xattrs_at(look: Look, parts: Parts) -> Xattrs:
 
 
 def content_of(cover: Cover, parts: Parts) -> bytes:
-    if cover.node is not None:
-        _check_file(cover.node, parts)
+    if cover.node is not None and cover.node.kind != "file":
+        raise not_regular(cover.node.kind, parts)
     match cover.source:
         case functools.partial():
             return cover.source()
@@ -506,16 +508,7 @@ def content_of(cover: Cover, parts: Parts) -> bytes:
         case (look, place):
             return look.read(place)
         case None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-
-
-def _check_file(node: Node, parts: Parts) -> None:
-    if node.kind == "directory":
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), join_path(parts))
-    if node.kind == "link":
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), join_path(parts))
-    if node.kind != "file":
-        raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
+            raise system_error(errno.ENOENT, parts)
 
 
 class Replaced(NamedTuple):

@@ -27,7 +27,7 @@ from typing import IO, Literal, Protocol
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.entry import Attributes, Entry, capture
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
-from weakincentives.filesystem.paths import Parts, join_path, shown
+from weakincentives.filesystem.paths import Parts, join_path, shown, system_error
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (
@@ -227,7 +227,7 @@ class Process(Started):
             stream.close()
         if not self._namespace and not self._attached:
             # What it was just writing would come after the scan.
-            wait_for_group(self.popen)
+            wait_until(lambda: not _runs(self.pid), PATIENCE)
         try:
             self.popen.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -238,23 +238,14 @@ class Process(Started):
     def _kill_now(self) -> None:
         if self._attached:
             self.popen.kill()  # its process group is ours, too
-        else:
-            kill_group(self.popen)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and what it started, except what has left its process group."""
-    # The group's number is not used again while any of them exists.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_group(process: subprocess.Popen[bytes]) -> None:
-    """Return when no process of a killed group runs any more, where the system tells."""
-    wait_until(lambda: not _runs(process.pid), PATIENCE)
+            return
+        # The group's number is not used again while any process of it exists.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _runs(group: int) -> bool:
+    """Whether a process of a group runs, where the system tells."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # What follows the name, which may hold anything: state, parent, group.
@@ -819,7 +810,7 @@ class _Reader:
     def _link(self, edit: Edit, handle: str, parts: Parts) -> None:
         with self._opened(handle) as fd:
             if fd is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+                raise system_error(errno.ENOENT, parts)
             edit.link(Path(f"/proc/self/fd/{fd}"), parts)
 
     # Adding steps

@@ -108,7 +108,7 @@ class Scratches:
         noted = self._noted()
         for base, time in noted.items():
             # It may have been killed while creating or removing this one.
-            self._settle(base, time)
+            set_time(self._tree, base[:-1], time)
             with contextlib.suppress(OSError), self._tree.directory(base) as fd:
                 self._store.avoid(os.listdir(fd))
                 self.made.append(Scratch(self._tree, mount_of(fd), base))
@@ -151,7 +151,7 @@ class Scratches:
         for base, time in self._times.items():
             try:
                 self._tree.remove_all(base)
-                self._settle(base, time)
+                set_time(self._tree, base[:-1], time)
             except OSError:
                 left[base] = None
         self._times = left
@@ -205,18 +205,13 @@ class Scratches:
             del self._times[base]
             self._write_note()
             raise
-        self._settle(base, time)
+        set_time(self._tree, base[:-1], time)
         # Hidden from git, and without inherited access control lists.
         without_default_acl(made.fd)
         with new_file(made.fd, ".gitignore") as file:
             write_all(file, b"*\n")
         self._times[base] = None
         self._write_note()
-
-    def _settle(self, base: Parts, time: int | None) -> None:
-        """Restore the time of the parent directory."""
-        if time is not None:
-            set_time(self._tree, base[:-1], time)
 
     def _time_of(self, parts: Parts) -> int | None:
         status = self._tree.status(parts)
@@ -231,8 +226,10 @@ class Scratches:
         write_whole(note, self._store.seals(NOTE).sealed(noted.encode()), safe=self._store.safe)
 
 
-def set_time(tree: Tree, parts: Parts, mtime_ns: int) -> None:
-    """Set a directory's modification time; a missing directory is fine."""
+def set_time(tree: Tree, parts: Parts, mtime_ns: int | None) -> None:
+    """Set a directory's modification time, if it is known; a missing directory is fine."""
+    if mtime_ns is None:
+        return
     with contextlib.suppress(FileNotFoundError), tree.directory(parts) as fd:
         status = os.fstat(fd)
         if status.st_mtime_ns != mtime_ns:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.paths import BARRED, Parts, join_path, resolve
+from weakincentives.filesystem.paths import BARRED, NodeKind, Parts, not_regular, resolve
 
 T = TypeVar("T")
 
@@ -95,19 +95,12 @@ class Tree:
     # Opening
 
     def directory(self, parts: Parts) -> Held:
-        """Return a directory's descriptor, to be held in a ``with`` block."""
-        return Held(self._open(parts, _OPEN_DIRECTORY)) if parts else self._root
+        """Return a new descriptor of a directory: its position is not shared."""
+        return Held(self._open(parts, _OPEN_DIRECTORY))
 
     def parent(self, parts: Parts) -> Held:
         """Return the descriptor of the directory that holds the last name of a path."""
         return Held(self._open(parts[:-1], _OPEN_DIRECTORY)) if len(parts) > 1 else self._root
-
-    def listing(self, parts: Parts) -> Held:
-        """Return a new descriptor of a directory, to read its names with.
-
-        The position in the directory belongs to the descriptor, so it cannot be shared.
-        """
-        return Held(self._open(parts, _OPEN_DIRECTORY))
 
     @contextlib.contextmanager
     def reached(self, parts: Parts) -> Generator[str]:
@@ -174,31 +167,33 @@ class Tree:
         fd = self.open_file(parts)
         try:
             status = os.fstat(fd)
-            check_regular(status, parts)
+            if not stat.S_ISREG(status.st_mode):
+                is_directory = stat.S_ISDIR(status.st_mode)
+                raise not_regular("directory" if is_directory else "other", parts)
             return read_all(fd, status.st_size), status
         finally:
             os.close(fd)
 
     def names(self, parts: Parts) -> list[str]:
-        with self.listing(parts) as fd:
+        with self.directory(parts) as fd:
             return os.listdir(fd)
 
     def scan(self, parts: Parts) -> list[tuple[str, os.stat_result]]:
         """Return name and status of everything in a directory; what vanishes is skipped."""
-        with self.listing(parts) as fd:
+        with self.directory(parts) as fd:
             found: list[tuple[str, os.stat_result]] = []
             for name in os.listdir(fd):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
             return found
 
-    def kinds(self, parts: Parts) -> list[tuple[str, int]]:
-        """Return name and file type (as ``S_IFMT`` gives it) of everything in a directory.
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        """Return name and kind of everything in a directory.
 
         Needs no status per name where the directory itself has the types.
         """
-        with self.listing(parts) as fd, os.scandir(fd) as entries:
-            return [(entry.name, _type_of(entry)) for entry in entries]
+        with self.directory(parts) as fd, os.scandir(fd) as entries:
+            return [(entry.name, _kind_of(entry)) for entry in entries]
 
     # Resolving
 
@@ -409,13 +404,6 @@ def _unlink_files(fd: int) -> list[str]:
     return [name for name, is_directory in kinds if is_directory]
 
 
-def check_regular(status: os.stat_result, parts: Parts) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), join_path(parts))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
-
-
 def read_all(fd: int, size: int) -> bytes:
     """Return the rest of an open file, in one call where the size is as expected."""
     data = os.read(fd, size + 1)
@@ -562,12 +550,12 @@ _NO_XATTRS = frozenset(
 )
 
 
-def _type_of(entry: os.DirEntry[str]) -> int:
+def _kind_of(entry: os.DirEntry[str]) -> NodeKind:
     if entry.is_symlink():
-        return stat.S_IFLNK
+        return "link"
     if entry.is_dir(follow_symlinks=False):
-        return stat.S_IFDIR
-    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+        return "directory"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
 
 
 def mounted_below(place: Path | str) -> str | None:
