@@ -315,11 +315,17 @@ class HostFilesystem(OnDisk):
         redo: MakeRedo | None = None,
     ) -> R:
         """Make several changes as a whole, or not at all; outside of views, a transaction."""
-        with self._workspace.transaction(call, undoes, redo) as self._edit:
-            try:
-                return do()
-            finally:
-                del self._edit
+        workspace = self._workspace
+        self._edit = changes = workspace.begin_in_place()
+        try:
+            result = do()
+            workspace.commit(changes, call, undoes, redo)
+        except BaseException:
+            workspace.roll_back(changes)
+            raise
+        finally:
+            del self._edit
+        return result
 
     def _go_to(self, place: Place) -> None:
         """Undo what was committed since a snapshot, as a part of the open transaction."""
@@ -1101,7 +1107,7 @@ class PrivateView(_View):
         if self._reads is not None and self._began_ns:
             self._check_people(self._reads.touched)
         if self._sealed is not None:
-            # Its call has ended: nobody needs the state before the commit, which costs much.
+            # Its call has ended, so the state before the commit, which is costly, is not needed.
             self._workspace.private.discard(self)
         try:
             parent._atomically(

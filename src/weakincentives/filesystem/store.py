@@ -494,7 +494,7 @@ class DirectoryLock:
         self._counting = threading.Lock()
 
     def begin_change(self) -> None:
-        """Wait until nobody reads the directory, and keep readers out.
+        """Wait until the directory has no readers, and keep readers out.
 
         Raises:
             FilesystemError: A command of a branch still runs.
@@ -576,7 +576,7 @@ class DirectoryLock:
 class Store:
     """The store of a workspace, for a process that has the workspace open.
 
-    It begins with the lock held: nobody else changes anything then.
+    It opens with the lock held, so no other process changes anything.
 
     Args:
         root: The workspace.

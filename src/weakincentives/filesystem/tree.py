@@ -426,8 +426,8 @@ def write_all(fd: int, data: bytes) -> None:
 def without_privileges(mode: int) -> int:
     """Return a file's permission bits after its content has changed.
 
-    As the kernel does when anybody but root writes to it, setuid goes, and setgid where the group
-    may execute it.
+    As the kernel does for any writer but root: setuid is dropped, and setgid where the group may
+    execute the file.
     """
     dropped = stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0)
     return mode & ~dropped
@@ -533,7 +533,7 @@ def _default_acl(directory: int | Path) -> bytes | None:
 
 
 def _for_file(acl: bytes) -> bytes:
-    """Return a directory's ACL for a file: nobody may execute it."""
+    """Return a directory's ACL for a file, without execute permission."""
     header, entry = struct.Struct("<I"), struct.Struct("<HHI")
     entries = list(entry.iter_unpack(acl[header.size :]))
     mask = 0x10 in (tag for tag, _, _ in entries)

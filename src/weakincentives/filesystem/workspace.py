@@ -136,14 +136,10 @@ class Workspace:
                 " `fs.gate` in a `with` block from the fork to the merge"
             )
 
-    @contextlib.contextmanager
-    def alone(self) -> Generator[None]:
+    def alone(self) -> contextlib.AbstractContextManager[object]:
         """Hold the lock between processes in the block; a call that is inside holds it already."""
-        if self.store.lock.is_held or not self.closing.alive:
-            yield
-        else:
-            with self.gate:
-                yield
+        is_inside = self.store.lock.is_held or not self.closing.alive
+        return contextlib.nullcontext() if is_inside else self.gate
 
     def seen_anew(self) -> History:
         """Return the history, with what other processes have committed so far."""
@@ -165,7 +161,7 @@ class Workspace:
         return place
 
     def now_ns(self) -> int:
-        """Return the time as files have it: one that changes later has a later change time."""
+        """Return the filesystem's time: a file that changes later has a later change time."""
         os.utime(self.store.tx_fd)
         return os.fstat(self.store.tx_fd).st_ctime_ns
 
@@ -175,24 +171,6 @@ class Workspace:
             delta = self.history.read(serial)
             look = undone(Layer(look), delta.records, replaced_by(self.history, delta))
         return look
-
-    @contextlib.contextmanager
-    def transaction(
-        self,
-        call: ToolCall | None,
-        undoes: Sequence[str] = (),
-        redo: MakeRedo | None = None,
-    ) -> Generator[Changes]:
-        """Commit the changes made in the block, or roll back if it raises."""
-        self.commands.wait()
-        changes = Changes(self.tree, self.history)
-        try:
-            yield changes
-            serial = changes.commit(call, undoes, redo)
-        except BaseException:
-            changes.roll_back()
-            raise
-        self._committed(serial)
 
     def _committed(self, serial: int | None) -> None:
         """Let private views continue to see the state at their fork."""
