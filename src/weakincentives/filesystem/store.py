@@ -555,7 +555,7 @@ class DirectoryLock:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
             locks.keep_from_forks(self._fd)
             # Shared: the lock of the workspace keeps changes apart, and one may be left over.
-            self._begin = locks.taker(self._fd, byte=_CHANGE, shared=True)
+            self._begin = locks.taker(self._fd, byte=_CHANGE, wait=True, shared=True)
             self._end = locks.releaser(self._fd, byte=_CHANGE)
 
     def _enter(self) -> bool:
