@@ -46,6 +46,7 @@ from weakincentives.filesystem.layers import (
     Present,
     names_of,
     walk,
+    walk_kinds,
 )
 from weakincentives.filesystem.overlay import Overlay, Started, Step, find_way
 from weakincentives.filesystem.paths import (
@@ -225,16 +226,10 @@ class HostFilesystem(OnDisk):
     def _links_behind(self, patterns: PathPatterns) -> frozenset[Parts]:
         tree, disk = self._workspace.tree, self._workspace.disk
         named = list(patterns.literals)
-        pending: list[Parts] = [()]
-        while pending:
-            here = pending.pop()
-            with contextlib.suppress(OSError):
-                for name, kind in disk.kinds(here):
-                    parts = (*here, name)
-                    if kind == "link" and patterns.match("/".join(parts)):
-                        named.append(parts)
-                    elif kind == "directory" and patterns.any_depth:
-                        pending.append(parts)
+        if patterns.any_depth:
+            for parts, kind in walk_kinds(disk, ()):
+                if kind == "link" and patterns.match("/".join(parts)):
+                    named.append(parts)
         found: set[Parts] = set()
         for parts in named:
             links: set[Parts] = set()

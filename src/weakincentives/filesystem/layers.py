@@ -479,6 +479,20 @@ def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
                 pending += [((*parts, name), inner) for name, inner in look.nodes(parts)]
 
 
+def walk_kinds(look: Look, top: Parts) -> Iterator[tuple[Parts, NodeKind]]:
+    """Like ``walk`` for one path, without the nodes: that is cheaper."""
+    pending: list[tuple[Parts, NodeKind]] = []
+    with contextlib.suppress(OSError):
+        node = look.node(top)
+        pending += [] if node is None else [(top, node.kind)]
+    while pending:
+        parts, kind = pending.pop()
+        yield parts, kind
+        if kind == "directory":
+            with contextlib.suppress(OSError):
+                pending += [((*parts, name), inner) for name, inner in look.kinds(parts)]
+
+
 def xattrs_at(look: Look, parts: Parts) -> Xattrs:
     """Return the extended attributes of a file or directory, wherever its content is from."""
     while not isinstance(look, Disk):
