@@ -484,13 +484,14 @@ def walk_kinds(look: Look, top: Parts) -> Iterator[tuple[Parts, NodeKind]]:
     pending: list[tuple[Parts, NodeKind]] = []
     with contextlib.suppress(OSError):
         node = look.node(top)
-        pending += [] if node is None else [(top, node.kind)]
+        if node is not None:
+            pending.append((top, node.kind))
     while pending:
         parts, kind = pending.pop()
         yield parts, kind
         if kind == "directory":
             with contextlib.suppress(OSError):
-                pending += [((*parts, name), inner) for name, inner in look.kinds(parts)]
+                pending.extend(((*parts, name), inner) for name, inner in look.kinds(parts))
 
 
 def xattrs_at(look: Look, parts: Parts) -> Xattrs:
