@@ -157,9 +157,9 @@ def reading(operation: F) -> F:
             # What a private view sees must not change under it.
             with view._read_lock:  # pyright: ignore[reportPrivateUsage]
                 return operation(view, *args, **kwargs)
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise worded(error, "read", args) from error
 
     return cast(F, on_current_view)
@@ -175,9 +175,9 @@ def writing(operation: F) -> F:
         try:
             do = functools.partial(operation, view, *args, **kwargs)
             return view._change(do, name)  # pyright: ignore[reportPrivateUsage]
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise worded(error, "changed", args) from error
 
     return cast(F, on_current_view)
@@ -521,38 +521,22 @@ class Filesystem(Participant):
     def _find(
         self, parts: Parts, *, follow: bool = True, note: bool = True
     ) -> tuple[Parts, Node | None]:
-        """Return the canonical path, and what is there; ``note`` adds it to the read set."""
-        try:
-            node = self._look.node(parts)
-        except OSError as error:
-            if error.errno not in BARRED:
-                raise
-            return self._find_behind_links(parts, follow, note)
-        if node is not None and follow and node.kind == "link":
-            return self._find_behind_links(parts, follow, note)
-        if note and self._reads is not None:
-            self._reads.touched.add(parts)
-        return parts, node
-
-    def _find_behind_links(
-        self, parts: Parts, follow: bool, note: bool
-    ) -> tuple[Parts, Node | None]:
-        links = None if self._reads is None else self._reads.touched
-        for _ in range(RETRIES):  # links may come and go meanwhile
-            where = resolve(
-                parts, self._look.link_target, self._below_root, follow=follow, seen=links
-            )
+        """Return the canonical path and its node; ``note`` adds the path to the read set."""
+        look, touched = self._look, None if self._reads is None else self._reads.touched
+        where = parts  # canonical, unless it turns out to be a link or behind one
+        for attempt in range(RETRIES):  # links may come and go meanwhile
             try:
-                node = self._look.node(where)
+                node = look.node(where)
+                if node is None or node.kind != "link" or not follow:
+                    if note and touched is not None:
+                        touched.add(where)
+                    return where, node
             except OSError as error:
                 if error.errno not in BARRED:
                     raise
-                self._check_barred(where)
-                continue
-            if node is None or node.kind != "link" or not follow:
-                if note:
-                    self._note(where)
-                return where, node
+                if attempt:
+                    self._check_barred(where)
+            where = resolve(parts, look.link_target, self._below_root, follow=follow, seen=touched)
         raise escapes(parts)
 
     def _check_barred(self, parts: Parts) -> None:

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Unpack
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import FilesystemError, SnapshotExpired
 from weakincentives.filesystem.entry import (
+    Attributes,
     Entry,
     Xattrs,
     apply_entry,
@@ -29,15 +31,9 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
-from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown, system_error
 from weakincentives.filesystem.redo import MakeRedo
-from weakincentives.filesystem.restore import (
-    Restore,
-    move_out,
-    open_for_writing,
-    safe_name,
-    status_at,
-)
+from weakincentives.filesystem.restore import Restore, move_out, open_for_writing, safe_name
 from weakincentives.filesystem.scratch import TEMPORARY, Scratch, Scratches
 from weakincentives.filesystem.store import Source, Store
 from weakincentives.filesystem.tree import (
@@ -50,6 +46,7 @@ from weakincentives.filesystem.tree import (
     mount_of,
     mounted_below,
     set_xattrs,
+    status_at,
     sync,
     sync_all,
     without_privileges,
@@ -94,9 +91,9 @@ class Changes:
         """The first record of each path since the last savepoint: its original is saved."""
         self._touched: set[Parts] = set()
         """Directories changed since the last savepoint."""
-        self._mounts: dict[Parts, Mount] = {}
-        """The mount of each directory, cached until the next savepoint."""
-        self._written: dict[int, Entry] = {}
+        self._scratch_of: dict[Parts, Scratch] = {}
+        """The scratch directory for each directory, cached until the next savepoint."""
+        self._written: dict[int, tuple[Entry, Xattrs]] = {}
         """Files written in this transaction, by inode."""
         self._contents: dict[str, bytes] = {}
         """Their contents by digest, as far as they are small."""
@@ -122,11 +119,9 @@ class Changes:
                 return
             scratch = self._scratch(above, parts[:-1])
             staged, xattrs = self._stage(scratch, above, parts, status, data)
-            self._put(above, parts, scratch, staged, status, digest)
-            after = self.records[-1].after
-            if after is not None:
-                self._written[after.ino] = after._replace(xattrs=xattrs)
-                self._keep(digest, data)
+            after = self._put(above, parts, scratch, staged, status, digest)
+            self._written[after.ino] = after, xattrs
+            self._keep(digest, data)
 
     def _keep(self, digest: str, data: bytes) -> None:
         """Remember a content until the commit."""
@@ -137,27 +132,20 @@ class Changes:
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Move the file at ``source`` to the path, with all its attributes."""
-        with self._made_parent(parts) as above:
-            staged = self.store.fresh()
+        with self._placed(parts) as (scratch, staged):
             os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
-            scratch = self._scratch(above, parts[:-1])
             if scratch is not self.scratches.own:
                 self._copy_in(scratch, parts, staged)
-            self._place(above, parts, scratch, staged)
 
     def link(self, opened: Path, parts: Parts) -> None:
         """Hard-link a file to the path; ``opened`` is the path of a descriptor of it."""
-        with self._made_parent(parts) as above:
-            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+        with self._placed(parts) as (scratch, staged):
             os.link(opened, staged, dst_dir_fd=scratch.fd)
-            self._place(above, parts, scratch, staged)
 
     def add_name(self, origin: Parts, parts: Parts) -> None:
         """Hard-link the file at ``origin`` to the path, replacing what is there."""
-        with self._made_parent(parts) as above, self.tree.parent(origin) as here:
-            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+        with self._placed(parts) as (scratch, staged), self.tree.parent(origin) as here:
             link(here, origin[-1], scratch.fd, staged)
-            self._place(above, parts, scratch, staged)
 
     def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
         """Create a directory and its missing parents; an existing one is fine."""
@@ -178,7 +166,6 @@ class Changes:
             self._remove(above, parts, status)
 
     def rename(self, origin: Parts, target: Parts) -> None:
-        """Move a file, link or directory, replacing what is at the target."""
         with self._made_parent(target) as there, self.tree.parent(origin) as here:
             status = os.stat(origin[-1], dir_fd=here, follow_symlinks=False)
             replaced = status_at(there, target[-1])
@@ -190,15 +177,15 @@ class Changes:
                 self._remove(there, target, replaced)
                 replaced = None
             try:
-                if self._mount(here, origin[:-1]) != self._mount(there, target[:-1]):
-                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+                if mount_of(here) != mount_of(there):
+                    raise system_error(errno.EXDEV, origin)
                 self._rename(here, origin, there, target, status, replaced)
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
                 # Directories of an overlay's lower layer cannot be renamed, nor can entries of
                 # another project or subvolume.
-                self._place_copy(origin, there, target)
+                self.copy(origin, target)
                 self._remove(here, origin, status)
 
     def _rename(
@@ -227,7 +214,8 @@ class Changes:
             )
             self._save(scratch, there, record)
             with self._change(record):
-                self._move_if_not_saved(there, record)
+                if record.away:
+                    self._move_away(there, record)
             times = ()
         with self._change(self._moved_record(here, origin, target, status, times)):
             os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
@@ -238,26 +226,14 @@ class Changes:
             self._saved.pop(target, None)
 
     def copy(self, origin: Parts, target: Parts) -> None:
-        """Copy a file, link or directory, replacing what is at the target."""
-        with self._made_parent(target) as there:
-            self._place_copy(origin, there, target)
+        with self._placed(target) as (scratch, staged):
+            copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
 
-    def set_attributes(
-        self,
-        parts: Parts,
-        *,
-        mode: int | None = None,
-        mtime_ns: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        xattrs: Xattrs | None = None,
-    ) -> None:
-        """Change the given attributes of a file, link or directory."""
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
         entry = capture(self.tree, parts)
         if entry is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-        given = {"mode": mode, "mtime_ns": mtime_ns, "uid": uid, "gid": gid, "xattrs": xattrs}
-        wanted = entry._replace(**{k: value for k, value in given.items() if value is not None})
+            raise system_error(errno.ENOENT, parts)
+        wanted = entry._replace(**given)
         if entry.kind == "file":
             with self.tree.parent(parts) as above:
                 record = self._edit_record(above, parts, entry)
@@ -302,7 +278,6 @@ class Changes:
     # Savepoints and the end
 
     def mark(self) -> int:
-        """Return a savepoint."""
         self._next_mark += 1
         self._marks[self._next_mark] = len(self.records)
         # From here on, originals must be saved again.
@@ -369,11 +344,8 @@ class Changes:
         kept = {digest: data for digest, data in self._contents.items() if digest in needed}
         serial = self.history.add(self.records, call, left, self.tree, undoes, kept, redo)
         self.records = []
-        self._contents.clear()
-        self._kept = 0
         self._sweep()
         self.scratches.leave()
-        self._forget()
         return serial
 
     def _copy_saved(self) -> bool:
@@ -442,17 +414,25 @@ class Changes:
                         found[parts] = self.tree.status(parts)
         # A directory that arrived as a whole is recorded with everything in it.
         for record in self.records:
-            if record.op == "was" and record.is_whole and _is_directory(found.get(record.path)):
+            if record.op == "was" and _is_directory(found.get(record.path)) and record.is_whole:
                 found.update(self.tree.walk(record.path))
         left: dict[Parts, Entry | None] = {}
         budget = READ_FOR_MARKS
         for parts, status in found.items():
-            entry = left[parts] = None if status is None else Entry.of(status)
-            if entry is None or entry.kind not in ("file", "link"):
+            if status is None:
+                left[parts] = None
                 continue
-            known = None if self._has_programs else self._written.get(entry.ino)
-            if known is not None and matches(known, entry):
-                left[parts] = entry._replace(digest=known.digest, xattrs=known.xattrs)
+            known, xattrs = self._written.get(status.st_ino, (None, ()))
+            if (
+                known is not None
+                and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns)
+                and stat.S_ISREG(status.st_mode)
+                and not self._has_programs
+            ):
+                left[parts] = Entry.of(status, known.digest, xattrs)
+                continue
+            entry = left[parts] = Entry.of(status)
+            if entry.kind not in ("file", "link"):
                 continue
             cost = entry.size + 4096
             with contextlib.suppress(OSError):
@@ -482,7 +462,7 @@ class Changes:
             return self.tree.parent(parts)
 
     def _append(self, record: Record) -> None:
-        if not self.records:
+        if not self.records and self.history.unfinished is not None:
             self.history.finish_earlier()
         if self.store.safe and record.scratch is not None:
             with self.tree.directory(record.scratch) as fd:
@@ -508,15 +488,11 @@ class Changes:
         return ((parent, os.fstat(above).st_mtime_ns),)
 
     def _scratch(self, above: int, parent: Parts) -> Scratch:
-        """Return the scratch directory on the same filesystem."""
-        return self.scratches.on(self._mount(above, parent), parent)
-
-    def _mount(self, fd: int, parts: Parts) -> Mount:
-        """Return the mount of a directory."""
-        mount = self._mounts.get(parts)
-        if mount is None:
-            mount = self._mounts[parts] = mount_of(fd)
-        return mount
+        """Return the scratch directory on the same filesystem as a directory."""
+        scratch = self._scratch_of.get(parent)
+        if scratch is None:
+            scratch = self._scratch_of[parent] = self.scratches.on(mount_of(above), parent)
+        return scratch
 
     def _check_no_mount(self, parts: Parts) -> None:
         """Raise if something is mounted in a directory: it would move along."""
@@ -557,14 +533,16 @@ class Changes:
         if made.st_mode != mode:
             os.fchmod(fd, stat.S_IMODE(mode))
         present = xattrs_of(fd)
-        with contextlib.suppress(PermissionError):
+        try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             with Held(os.open(name, flags, dir_fd=above)) as replaced:
-                xattrs = tuple(one for one in xattrs_of(replaced) if one[0] != PRIVILEGES)
-            if xattrs != present:
-                set_xattrs(fd, xattrs)
-                present = xattrs_of(fd)
-        return present
+                xattrs = xattrs_of(replaced)
+        except PermissionError:
+            return present
+        if xattrs == present:
+            return present
+        set_xattrs(fd, tuple(one for one in xattrs if one[0] != PRIVILEGES))
+        return xattrs_of(fd)
 
     def _copy_in(self, scratch: Scratch, parts: Parts, staged: str) -> None:
         """Copy a staged file from the store to another filesystem; hard links stay linked."""
@@ -579,13 +557,20 @@ class Changes:
         if not _is_directory(status):
             self._arrived[status.st_ino] = parts
 
-    def _place(self, above: int, parts: Parts, scratch: Scratch, staged: str) -> None:
-        """Move a staged file to a path, replacing even a directory."""
-        status = status_at(above, parts[-1])
-        if status is not None and _is_directory(status):
-            self._remove(above, parts, status)
-            status = None
-        self._put(above, parts, scratch, staged, status)
+    @contextlib.contextmanager
+    def _placed(self, parts: Parts) -> Generator[tuple[Scratch, str]]:
+        """Give a scratch directory and a name to create an entry there in the block.
+
+        It is then moved to the path, replacing even a directory.
+        """
+        with self._made_parent(parts) as above:
+            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+            yield scratch, staged
+            status = status_at(above, parts[-1])
+            if status is not None and _is_directory(status):
+                self._remove(above, parts, status)
+                status = None
+            self._put(above, parts, scratch, staged, status)
 
     def _put(
         self,
@@ -595,13 +580,13 @@ class Changes:
         staged: str,
         status: os.stat_result | None,
         digest: str | None = None,
-    ) -> None:
-        """Move a staged file to a path and save the original."""
+    ) -> Entry:
+        """Move a staged file to a path and save the original; returns the new entry."""
         found = os.stat(staged, dir_fd=scratch.fd, follow_symlinks=False)
         if self.store.safe and stat.S_ISREG(found.st_mode):
             # Before the move: recovery identifies our files by content.
             _sync_in(scratch.fd, staged)
-        after, first = Entry.of(found)._replace(digest=digest), self._saved.get(parts)
+        after, first = Entry.of(found, digest), self._saved.get(parts)
         if first is not None:
             # The original is already saved; this only records what we put there.
             record = Record(
@@ -618,22 +603,21 @@ class Changes:
             except BaseException:
                 self._drop_record(record)  # the rename failed: there is nothing to undo
                 raise
-            return
+            return after
         before = None if status is None else Entry.of(status)
         times = self._times(above, parts[:-1])
-        record = self._saved[parts] = Record(
+        record = Record(
             op="was", path=parts, before=before, after=after, scratch=scratch.mark, times=times
         )
-        try:
-            if status is None or not self._exchanged(above, scratch, staged, record):
-                if status is not None:
-                    self._save(scratch, above, record)
-                with self._change(record):
-                    self._move_if_not_saved(above, record)
-                    scratch.put(staged, above, parts[-1])
-        except BaseException:
-            self._saved.pop(parts, None)
-            raise
+        if before is None or not self._exchanged(above, scratch, staged, record):
+            if before is not None:
+                self._save(scratch, above, record)
+            with self._change(record):
+                if record.away:
+                    self._move_away(above, record)
+                scratch.put(staged, above, parts[-1])
+        self._saved[parts] = record
+        return after
 
     def _exchanged(self, above: int, scratch: Scratch, staged: str, record: Record) -> bool:
         """Swap the new file and the original; False if the filesystem cannot.
@@ -641,7 +625,9 @@ class Changes:
         The path is never empty, and filesystems that flush a file when it is replaced by a rename
         do not flush it here.
         """
-        if not self._exchanges(scratch):
+        if scratch.mount not in self.tree.exchanges:
+            self.tree.exchanges[scratch.mount] = self._can_exchange(scratch)
+        if not self.tree.exchanges[scratch.mount]:
             return False
         record.saved = staged
         self._append(record)
@@ -655,35 +641,25 @@ class Changes:
         record.saved = None
         return False
 
-    def _exchanges(self, scratch: Scratch) -> bool:
-        """Tell whether this filesystem can swap two names; tried once, before any change."""
-        known = self.tree.exchanges.get(scratch.mount)
-        if known is None:
-            names = self.store.fresh(), self.store.fresh()
-            for name in names:
-                os.close(new_file(scratch.fd, name))
-            known = exchange(scratch.fd, names[0], scratch.fd, names[1])
-            for name in names:
-                os.unlink(name, dir_fd=scratch.fd)
-            self.tree.exchanges[scratch.mount] = known
-        return known
+    def _can_exchange(self, scratch: Scratch) -> bool:
+        """Tell whether a filesystem can swap two names, by trying it."""
+        names = self.store.fresh(), self.store.fresh()
+        for name in names:
+            os.close(new_file(scratch.fd, name))
+        can = exchange(scratch.fd, names[0], scratch.fd, names[1])
+        for name in names:
+            os.unlink(name, dir_fd=scratch.fd)
+        return can
 
     def _drop_record(self, record: Record) -> None:
         """Drop the newest record: its change was not made, or is undone."""
         self.journal.cut(record.offset)
         self.records.pop()
 
-    def _move_if_not_saved(self, above: int, record: Record) -> None:
+    def _move_away(self, above: int, record: Record) -> None:
         """Move an original that could not be hard-linked."""
-        if record.saved is not None and record.away:
-            scratch = self.scratches.of(record.scratch)
-            os.rename(record.path[-1], record.saved, src_dir_fd=above, dst_dir_fd=scratch.fd)
-
-    def _place_copy(self, origin: Parts, there: int, target: Parts) -> None:
-        """Copy an entry to a path."""
-        scratch, staged = self._scratch(there, target[:-1]), self.store.fresh()
-        copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
-        self._place(there, target, scratch, staged)
+        scratch = self.scratches.of(record.scratch)
+        os.rename(record.path[-1], record.saved or "", src_dir_fd=above, dst_dir_fd=scratch.fd)
 
     def _remove(self, above: int, parts: Parts, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
@@ -816,12 +792,12 @@ class Changes:
         depth = len(parts)
         self._saved = {k: first for k, first in self._saved.items() if k[:depth] != parts}
         self._touched = {k for k in self._touched if k[:depth] != parts}
-        self._mounts = {k: mount for k, mount in self._mounts.items() if k[:depth] != parts}
+        self._scratch_of = {k: each for k, each in self._scratch_of.items() if k[:depth] != parts}
 
     def _forget(self) -> None:
         self._saved.clear()
         self._touched.clear()
-        self._mounts.clear()
+        self._scratch_of.clear()
 
     def _sweep(self) -> None:
         """Remove files from the scratch directories that no record needs."""
@@ -872,7 +848,6 @@ class Changes:
                 raise  # else it went with its directory
 
     def _sync_all(self, directories: AbstractSet[Parts]) -> None:
-        """Sync the filesystems of some directories."""
         done: set[Mount] = set()
         for parts in directories | {()}:
             try:
@@ -934,7 +909,6 @@ class Changes:
         )
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
-        """Undo the unfinished transaction of a killed process."""
         begun = next((record.data for record in records if record.op == "external"), None)
         self._has_programs = begun is not None
         restore = Restore(
@@ -1077,7 +1051,6 @@ def _is_new(store: Store, scratch: Scratch, name: str) -> bool:
 
 
 def _sync_in(above: int, name: str) -> None:
-    """Sync a file."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         with Held(os.open(name, flags, dir_fd=above)) as fd:

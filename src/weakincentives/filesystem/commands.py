@@ -107,7 +107,6 @@ class Output:
     dropped: int = 0
 
     def add(self, data: bytes) -> None:
-        """Add the next output."""
         room = self.limit - self.limit // 2 - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -339,8 +338,6 @@ def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) ->
     """Run a command over an overlay; the upper layer then has what it changed."""
 
     def start() -> Started:
-        if command.start is not None:
-            return command.start(overlay, command.stdin, ())
         return overlay.start(
             command.words,
             directory=command.directory,
@@ -348,7 +345,7 @@ def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) ->
             attached=command.attached,
         )
 
-    result = _run(command, start, overlay.upper, stopped, None)
+    result = _run(command, start, stopped, overlay=overlay)
     if command.start is None and result.returncode != KILLED and not overlay.started:
         raise _not_started(result.stderr.strip())
     return _checked(result, command)
@@ -364,13 +361,11 @@ def run_plainly(
         argv = ["/bin/sh", "-c", SCRIPT, "wink", stdin.name, *command.words]
 
         def start() -> Started:
-            if command.start is not None:
-                return command.start(None, command.stdin, [lock])
             if command.attached:
                 return _start_attached(command, lock)
             return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
 
-        return _checked(_run(command, start, None, stopped, reason), command)
+        return _checked(_run(command, start, stopped, reason=reason, inherited=[lock]), command)
 
 
 def _start_attached(command: Command, lock: int) -> Process:
@@ -381,13 +376,12 @@ def _start_attached(command: Command, lock: int) -> Process:
 def run_alone(command: Command) -> CommandResult:
     """Run a command that changes no workspace."""
 
+    argv = ["/bin/sh", "-c", SCRIPT, "wink", os.devnull, *command.words]
+
     def start() -> Started:
-        if command.start is not None:
-            return command.start(None, command.stdin, ())
-        argv = ["/bin/sh", "-c", SCRIPT, "wink", os.devnull, *command.words]
         return Process(argv, cwd=command.directory, env=command.env)
 
-    return _run(command, start, None, lambda: False, "there is no workspace")
+    return _run(command, start, lambda: False, reason="there is no workspace")
 
 
 def _not_started(reason: str | None) -> FilesystemError:
@@ -397,32 +391,38 @@ def _not_started(reason: str | None) -> FilesystemError:
 def _run(
     command: Command,
     start: Callable[[], Started],
-    layer: Path | None,
     stopped: Callable[[], bool],
-    engine_reason: str | None,
+    *,
+    overlay: Overlay | None = None,
+    reason: str | None = None,
+    inherited: Sequence[int] = (),
 ) -> CommandResult:
+    """Run a command until it ends or is stopped; ``reason`` says why there is no overlay."""
     stdout, stderr = Output(command.output_limit), Output(command.output_limit)
-    reason: str | None = None
+    why: str | None = None
 
     def is_stopped() -> bool:
-        nonlocal reason
-        reason = None if command.watch is None else command.watch(running)
-        return reason is not None or stopped()
+        nonlocal why
+        why = None if command.watch is None else command.watch(running)
+        return why is not None or stopped()
 
     with contextlib.ExitStack() as at_end:
         # An interrupt waits until the process to kill is known.
         with undisturbed():
             try:
-                process = start()
+                if command.start is None:
+                    process = start()
+                else:
+                    process = command.start(overlay, command.stdin, inherited)
             except OSError as error:
                 raise _not_started(error.strerror) from error
             at_end.callback(process.end)
-        running = Running(process.pid, layer)
+        running = Running(process.pid, None if overlay is None else overlay.upper)
         ending = _collect(process, (stdout, stderr), command.timeout, is_stopped)
     if ending == "ended" and command.watch is not None:
         # Once more: what is watched for may have happened between two looks.
-        reason = command.watch(replace(running, ended=True))
-        ending = ending if reason is None else "stopped"
+        why = command.watch(replace(running, ended=True))
+        ending = ending if why is None else "stopped"
     code = process.returncode
     assert code is not None
     code = KILLED if ending != "ended" else code if code >= 0 else 128 - code
@@ -434,10 +434,10 @@ def _run(
         stdout_truncated=stdout.dropped > 0,
         stderr_truncated=stderr.dropped > 0,
         timed_out=ending == "timed out",
-        stopped=reason,
+        stopped=why,
         kept=code != KILLED and not (command.check and code),
-        engine="overlay" if engine_reason is None else "scan",
-        engine_reason=engine_reason,
+        engine="scan" if overlay is None else "overlay",
+        engine_reason=reason,
     )
 
 

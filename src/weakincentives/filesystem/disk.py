@@ -21,7 +21,6 @@ from weakincentives.errors import (
     ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
-    ViewClosed,
     WinkError,
 )
 from weakincentives.filesystem.base import Reads, kind_at, worded
@@ -47,6 +46,7 @@ from weakincentives.filesystem.layers import (
     Present,
     names_of,
     walk,
+    walk_kinds,
 )
 from weakincentives.filesystem.overlay import Overlay, Started, Step, find_way
 from weakincentives.filesystem.paths import (
@@ -226,16 +226,10 @@ class HostFilesystem(OnDisk):
     def _links_behind(self, patterns: PathPatterns) -> frozenset[Parts]:
         tree, disk = self._workspace.tree, self._workspace.disk
         named = list(patterns.literals)
-        pending: list[Parts] = [()]
-        while pending:
-            here = pending.pop()
-            with contextlib.suppress(OSError):
-                for name, kind in disk.kinds(here):
-                    parts = (*here, name)
-                    if kind == "link" and patterns.match("/".join(parts)):
-                        named.append(parts)
-                    elif kind == "directory" and patterns.any_depth:
-                        pending.append(parts)
+        if patterns.any_depth:
+            for parts, kind in walk_kinds(disk, ()):
+                if kind == "link" and patterns.match("/".join(parts)):
+                    named.append(parts)
         found: set[Parts] = set()
         for parts in named:
             links: set[Parts] = set()
@@ -272,10 +266,6 @@ class HostFilesystem(OnDisk):
     def check_writable(self, operation: str) -> None:
         if self._sealed is not None or self.read_only is not None:
             super().check_writable(operation)
-        if self._workspace.store.pid != os.getpid():
-            raise ViewClosed("this filesystem belongs to the process that opened it")
-        if not self._workspace.closing.alive:
-            raise ViewClosed("this filesystem was closed")
         self._workspace.check_held()
 
     # Changing
@@ -320,11 +310,17 @@ class HostFilesystem(OnDisk):
         redo: MakeRedo | None = None,
     ) -> R:
         """Make several changes as a whole, or not at all; outside of views, a transaction."""
-        with self._workspace.transaction(call, undoes, redo) as self._edit:
-            try:
-                return do()
-            finally:
-                del self._edit
+        workspace = self._workspace
+        self._edit = changes = workspace.begin_in_place()
+        try:
+            result = do()
+            workspace.commit(changes, call, undoes, redo)
+        except BaseException:
+            workspace.roll_back(changes)
+            raise
+        finally:
+            del self._edit
+        return result
 
     def _go_to(self, place: Place) -> None:
         """Undo what was committed since a snapshot, as a part of the open transaction."""
@@ -407,9 +403,9 @@ class HostFilesystem(OnDisk):
                 raise ValueError("the view was merged or discarded before")
             try:
                 view._merge_into(self)
+            except WinkError:
+                raise
             except OSError as error:
-                if isinstance(error, WinkError):
-                    raise
                 raise worded(error, "committed") from error
 
     @property
@@ -824,9 +820,9 @@ class _View(HostFilesystem):
                     self._atomically(partial(self._apply, steps))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. All changes of the command are undone") from error
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise FilesystemError(
                 f"The command's changes could not be committed: {error.strerror}"
             ) from error
@@ -1106,7 +1102,7 @@ class PrivateView(_View):
         if self._reads is not None and self._began_ns:
             self._check_people(self._reads.touched)
         if self._sealed is not None:
-            # Its call has ended: nobody needs the state before the commit, which costs much.
+            # Its call has ended, so the state before the commit, which is costly, is not needed.
             self._workspace.private.discard(self)
         try:
             parent._atomically(

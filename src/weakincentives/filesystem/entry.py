@@ -10,7 +10,7 @@ import re
 import stat
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 
 from weakincentives.filesystem.paths import NodeKind, Parts
 from weakincentives.filesystem.tree import (
@@ -40,6 +40,16 @@ File = tuple[int, int]
 """Device and inode: the identity of a file, whatever its name."""
 
 
+class Attributes(TypedDict, total=False):
+    """Fields of an entry that can be changed in place."""
+
+    mode: int
+    mtime_ns: int
+    uid: int
+    gid: int
+    xattrs: Xattrs
+
+
 class Entry(NamedTuple):
     """A file, directory, symbolic link or other node; unknown fields have their defaults."""
 
@@ -66,8 +76,8 @@ class Entry(NamedTuple):
     """Whether it is a named pipe: the only other kind that can be re-created."""
 
     @classmethod
-    def of(cls, status: os.stat_result) -> Entry:
-        """Return the entry for a stat result."""
+    def of(cls, status: os.stat_result, digest: str | None = None, xattrs: Xattrs = ()) -> Entry:
+        """Return the entry for a stat result, and for what else is known."""
         return cls(
             _TYPES.get(stat.S_IFMT(status.st_mode), "other"),
             stat.S_IMODE(status.st_mode),
@@ -79,6 +89,9 @@ class Entry(NamedTuple):
             status.st_uid,
             status.st_gid,
             status.st_ctime_ns,
+            xattrs,
+            None,
+            digest,
             pipe=stat.S_ISFIFO(status.st_mode),
         )
 
@@ -112,7 +125,6 @@ class Entry(NamedTuple):
         return now is not None and None not in (self.digest, now.digest) and self.is_like(now)
 
     def encode(self) -> list[Any]:
-        """Return the entry as JSON values."""
         xattrs = [[name, value.hex()] for name, value in self.xattrs] if self.xattrs else ()
         kind = "fifo" if self.pipe else self.kind
         return [
@@ -211,7 +223,7 @@ def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:
         return Entry.of(status)
     with opened as fd:
         digest = digest_of(fd) if read and stat.S_ISREG(status.st_mode) else None
-        return Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd), digest=digest)
+        return Entry.of(os.fstat(fd), digest, xattrs_of(fd))
 
 
 def create(above: int, name: str, entry: Entry) -> bool:
@@ -295,15 +307,14 @@ def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> Non
         apply_entry(target, there, entry)
 
 
-def link(source: int, name: str, target: int, place: str) -> None:
-    """Create a hard link to a file or symbolic link."""
+def link(source: int | None, name: str | Path, target: int, place: str) -> None:
     os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
 
 
 def linked(source: int | None, name: str | Path, target: int, place: str) -> bool:
     """Like :func:`link`; False if the system or filesystem does not allow it."""
     try:
-        os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        link(source, name, target, place)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

@@ -96,7 +96,6 @@ class Record:
         return [name for name in (self.saved, source) if name is not None]
 
     def encode(self) -> bytes:
-        """Return the record as one line of text."""
         values = [
             _VERSION,
             self.op,
@@ -142,7 +141,6 @@ class Record:
 
 
 def _from_version_2(values: list[Any]) -> list[Any]:
-    """Convert the values of a version 2 record."""
     op, path, origin, saved, copy, before, old, new, scratch, times, away, data = values[:12]
     twin, source, digest = [*values[12:], None, None, None][:3]
     if op == "external":
@@ -311,14 +309,14 @@ class Journal:
         self._size = 0
 
     def _open(self, flags: int = 0) -> None:
-        if self._fd < 0:
-            flags |= os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-            self._fd = os.open("journal", flags, 0o600, dir_fd=self.store.tx_fd)
-            self._size = os.fstat(self._fd).st_size
+        flags |= os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+        self._fd = os.open("journal", flags, 0o600, dir_fd=self.store.tx_fd)
+        self._size = os.fstat(self._fd).st_size
 
     def append(self, record: Record) -> None:
         """Append a record, or raise and append nothing."""
-        self._open(os.O_CREAT)
+        if self._fd < 0:
+            self._open(os.O_CREAT)
         if not self._size:
             self.store.directory.begin_change()
         line = self.seals.sealed(record.encode(), self._size) + b"\n"
@@ -338,7 +336,8 @@ class Journal:
 
     def cut(self, offset: int) -> None:
         """Truncate the journal at an offset."""
-        self._open()
+        if self._fd < 0:
+            self._open()
         os.ftruncate(self._fd, offset)
         if self.store.safe:
             os.fsync(self._fd)

@@ -9,16 +9,23 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
-from weakincentives.filesystem.entry import Entry, File, Xattrs, capture, kind_of
+from weakincentives.filesystem.entry import Attributes, Entry, File, Xattrs, capture
 from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.paths import BARRED, FileStat, NodeKind, Parts, join_path
+from weakincentives.filesystem.paths import (
+    BARRED,
+    FileStat,
+    NodeKind,
+    Parts,
+    not_regular,
+    system_error,
+)
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
@@ -41,23 +48,17 @@ class Disk:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.link_target = tree.link_target
+        self.kinds = tree.kinds
 
     def node(self, parts: Parts) -> Node | None:
-        """Return the entry at a path, or None."""
         status = self.tree.status(parts)
         return None if status is None else node_of(status)
 
     def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
         return self.tree.read(parts)[0]
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return the entries of a directory."""
         return [(name, node_of(status)) for name, status in self.tree.scan(parts)]
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return names and kinds in a directory."""
-        return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
 
 
 class OnDisk(base.Filesystem):
@@ -147,36 +148,31 @@ class Layer:
     # Looking
 
     def node(self, parts: Parts) -> Node | None:
-        """Return the entry at a path, or None."""
         cover, where = self._look_up(parts)
         if cover is not None:
             return cover.node
         return None if where is None else where[0].node(where[1])
 
     def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
         cover, where = self._look_up(parts)
         if cover is not None and cover.node is not None:
             return content_of(cover, parts)
         if where is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            raise system_error(errno.ENOENT, parts)
         return where[0].read(where[1])
 
     def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
         cover, where = self._find(parts)
         if cover is not None and cover.node is not None:
             if cover.node.kind != "link":
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), join_path(parts))
+                raise system_error(errno.EINVAL, parts)
             if isinstance(cover.source, bytes):
                 return os.fsdecode(cover.source)
-            where = cover.source if isinstance(cover.source, tuple) else None
         if where is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            raise system_error(errno.ENOENT, parts)
         return where[0].link_target(where[1])
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return the entries of a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].nodes(where[1])
         found = [(name, node) for name, node in inner if name not in covers] + [
@@ -185,7 +181,6 @@ class Layer:
         return [(name, self._as_changed(node)) for name, node in found] if self.files else found
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return names and kinds in a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].kinds(where[1])
         found: list[tuple[str, NodeKind]] = [one for one in inner if one[0] not in covers]
@@ -198,10 +193,9 @@ class Layer:
         cover, where = self._find(parts)
         if cover is not None:
             if cover.node is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+                raise system_error(errno.ENOENT, parts)
             if cover.node.kind != "directory":
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            where = cover.source if isinstance(cover.source, tuple) else None
+                raise system_error(errno.ENOTDIR, parts)
         return where, self._covers.get(parts) or _NO_COVERS
 
     def _as_changed(self, node: Node) -> Node:
@@ -226,12 +220,11 @@ class Layer:
         if not self._covers:
             return None, (self.below, parts)
         cover: Cover | None = None
-        start: Where = (self.below, ())
-        where: Where | None = start
+        where: Where | None = (self.below, ())
         for depth, name in enumerate(parts):
             if cover is not None and cover.node is not None and cover.node.kind != "directory":
                 number = errno.ELOOP if cover.node.kind == "link" else errno.ENOTDIR
-                raise OSError(number, os.strerror(number), join_path(parts))
+                raise system_error(number, parts)
             inside = self._covers.get(parts[:depth])
             cover = None if inside is None else inside.get(name)
             if cover is None:
@@ -249,7 +242,6 @@ class Layer:
         return self._put(parts, cover)._with_file(cover)
 
     def remove(self, parts: Parts) -> Layer:
-        """Return a layer without this path."""
         return self.put(parts, _GONE)
 
     def make_directories(self, parts: Parts, mtime_ns: int) -> Layer:
@@ -263,7 +255,6 @@ class Layer:
         return layer
 
     def rename(self, origin: Parts, target: Parts) -> Layer:
-        """Return a layer with an entry moved."""
         return self._transfer(origin, target).remove(origin)
 
     def copy(self, origin: Parts, target: Parts, fresh: Iterator[int]) -> Layer:
@@ -286,7 +277,7 @@ class Layer:
         cover = Cover(node._replace(links=node.links + 1), source)
         return self._put(target, cover)._with_file(cover)
 
-    def set_attributes(self, parts: Parts, **given: Any) -> Layer:
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> Layer:
         """Return a layer with other attributes of an entry: fields of its node."""
         cover = self.cover_of(parts)
         if cover.node is None or not parts:
@@ -437,7 +428,6 @@ class Present(Forward):
         return following
 
     def resume(self) -> None:
-        """Become current again, after an undo."""
         self._next, self._layer, self._look = None, None, self._disk
 
     def close(self, reason: str) -> None:
@@ -489,6 +479,21 @@ def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
                 pending += [((*parts, name), inner) for name, inner in look.nodes(parts)]
 
 
+def walk_kinds(look: Look, top: Parts) -> Iterator[tuple[Parts, NodeKind]]:
+    """Like ``walk`` for one path, without the nodes: that is cheaper."""
+    pending: list[tuple[Parts, NodeKind]] = []
+    with contextlib.suppress(OSError):
+        node = look.node(top)
+        if node is not None:
+            pending.append((top, node.kind))
+    while pending:
+        parts, kind = pending.pop()
+        yield parts, kind
+        if kind == "directory":
+            with contextlib.suppress(OSError):
+                pending.extend(((*parts, name), inner) for name, inner in look.kinds(parts))
+
+
 def xattrs_at(look: Look, parts: Parts) -> Xattrs:
     """Return the extended attributes of a file or directory, wherever its content is from."""
     while not isinstance(look, Disk):
@@ -506,9 +511,8 @@ def xattrs_at(look: Look, parts: Parts) -> Xattrs:
 
 
 def content_of(cover: Cover, parts: Parts) -> bytes:
-    """Return the content of a regular file."""
-    if cover.node is not None:
-        _check_file(cover.node, parts)
+    if cover.node is not None and cover.node.kind != "file":
+        raise not_regular(cover.node.kind, parts)
     match cover.source:
         case functools.partial():
             return cover.source()
@@ -519,16 +523,7 @@ def content_of(cover: Cover, parts: Parts) -> bytes:
         case (look, place):
             return look.read(place)
         case None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-
-
-def _check_file(node: Node, parts: Parts) -> None:
-    if node.kind == "directory":
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), join_path(parts))
-    if node.kind == "link":
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), join_path(parts))
-    if node.kind != "file":
-        raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
+            raise system_error(errno.ENOENT, parts)
 
 
 class Replaced(NamedTuple):
@@ -559,14 +554,12 @@ def replaced_by(past: Past, delta: Delta) -> Replaced:
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Replaced) -> Layer:
-    """Return a layer without some changes."""
     for record in reversed(records):
         layer = _undone(layer, record, taken)
     return layer
 
 
 def _undone(layer: Layer, record: Record, taken: Replaced) -> Layer:
-    """Return a layer without one change."""
     if record.op == "moved" and record.origin is not None:
         return layer.rename(record.path, record.origin)
     if record.op != "was":

@@ -186,7 +186,6 @@ class MemoryFilesystem(Filesystem):
             self._assign(_put(self._look.root, where, marked, node.modified), where)
 
     def _assign(self, root: _Directory, *written: Parts) -> None:
-        """Make ``root`` the state, and add to a view's write set."""
         _, before, made = self._look
         self._look = _State(root, before if self._reads is None else before.update(written), made)
 
@@ -337,7 +336,6 @@ def _differing(old: _Node | None, new: _Node | None) -> Iterator[str]:
 
 
 def _apply(changes: _State, current: _Directory, now: float) -> _Directory:
-    """Return the current tree with a view's changes made to it."""
     changed, written, made = changes
     if () in written:
         return changed

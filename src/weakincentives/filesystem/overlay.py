@@ -24,19 +24,21 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.entry import Entry, capture
+from weakincentives.filesystem.entry import Attributes, Entry, capture
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
-from weakincentives.filesystem.paths import Parts, join_path, shown
+from weakincentives.filesystem.paths import Parts, join_path, shown, system_error
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (
+    CHUNK,
     PATIENCE,
+    Held,
     Tree,
     mounted_below,
     remove_tree,
     set_xattrs,
+    wait_until,
     xattrs_of,
 )
 
@@ -200,14 +202,12 @@ class Process(Started):
     @contextlib.contextmanager
     def exited(self) -> Generator[int | None]:
         try:
-            exited = os.pidfd_open(self.pid)
+            exited = Held(os.pidfd_open(self.pid))
         except (AttributeError, OSError):
             yield None
             return
-        try:
+        with exited:
             yield exited
-        finally:
-            os.close(exited)
 
     def kill(self) -> None:
         """Kill the program and everything that it started."""
@@ -227,7 +227,7 @@ class Process(Started):
             stream.close()
         if not self._namespace and not self._attached:
             # What it was just writing would come after the scan.
-            wait_for_group(self.popen)
+            wait_until(lambda: not _runs(self.pid), PATIENCE)
         try:
             self.popen.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -238,26 +238,14 @@ class Process(Started):
     def _kill_now(self) -> None:
         if self._attached:
             self.popen.kill()  # its process group is ours, too
-        else:
-            kill_group(self.popen)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and what it started, except what has left its process group."""
-    # The group's number is not used again while any of them exists.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_group(process: subprocess.Popen[bytes]) -> None:
-    """Return when no process of a killed group runs any more, where the system tells."""
-    until = SYSTEM_CLOCK.monotonic() + PATIENCE
-    pause = threading.Event()
-    while _runs(process.pid) and SYSTEM_CLOCK.monotonic() < until:
-        pause.wait(0.001)
+            return
+        # The group's number is not used again while any process of it exists.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def _runs(group: int) -> bool:
+    """Whether a process of a group runs, where the system tells."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # What follows the name, which may hold anything: state, parent, group.
@@ -371,11 +359,8 @@ class Overlay:
         if not paths:
             return
         self.staged.mkdir(mode=0o700)
-        staged = Tree(self.staged)
-        try:
+        with contextlib.closing(Tree(self.staged)) as staged:
             _Stage(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
-        finally:
-            staged.close()
 
     def start(
         self,
@@ -725,11 +710,8 @@ class _Reader:
             return False
         if (own.size, own.mtime_ns) != (below.st_size, below.st_mtime_ns):
             return False
-        fd = tree.open_file(parts)
-        try:
+        with Held(tree.open_file(parts)) as fd:
             return _holds(fd, self._upper, parts)
-        finally:
-            os.close(fd)
 
     def _is_same_link(
         self, parts: Parts, status: os.stat_result, tree: Tree, below: os.stat_result
@@ -805,14 +787,13 @@ class _Reader:
         with self._opened(handle) as fd:
             if fd is None:
                 return None
-            return self._without_own(Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd)))
+            return self._without_own(Entry.of(os.fstat(fd), xattrs=xattrs_of(fd)))
 
     def _is_original(self, handle: str, tree: Tree, parts: Parts) -> bool:
         with self._opened(handle) as fd:
             return fd is not None and _holds(fd, tree, parts)
 
-    @contextlib.contextmanager
-    def _opened(self, handle: str) -> Generator[int | None]:
+    def _opened(self, handle: str) -> contextlib.AbstractContextManager[int | None]:
         """Open a file for reading by what the overlay calls it.
 
         That is four bytes and the type of the handle, a UUID of sixteen bytes, and the handle that
@@ -824,16 +805,12 @@ class _Reader:
         libc = ctypes.CDLL(None, use_errno=True)
         buffer = ctypes.create_string_buffer(numbers + body)
         fd = libc.open_by_handle_at(self._tree.fd, buffer, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield None if fd < 0 else fd
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        return contextlib.nullcontext() if fd < 0 else Held(fd)
 
     def _link(self, edit: Edit, handle: str, parts: Parts) -> None:
         with self._opened(handle) as fd:
             if fd is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+                raise system_error(errno.ENOENT, parts)
             edit.link(Path(f"/proc/self/fd/{fd}"), parts)
 
     # Adding steps
@@ -861,7 +838,9 @@ class _Reader:
 
 
 def _attributes(parts: Parts, own: Entry) -> Step:
-    given = {name: getattr(own, name) for name in ("mode", "mtime_ns", "uid", "gid", "xattrs")}
+    given = Attributes(
+        mode=own.mode, mtime_ns=own.mtime_ns, uid=own.uid, gid=own.gid, xattrs=own.xattrs
+    )
     return Step("attributes", parts, lambda edit: edit.set_attributes(parts, **given))
 
 
@@ -884,13 +863,8 @@ def _scrub(path: str, prefix: str) -> None:
 
 def _holds(fd: int, tree: Tree, parts: Parts) -> bool:
     """Tell whether an open file and another hold the same bytes."""
-    other = tree.open_file(parts)
-    try:
-        while True:
-            data = os.read(fd, 1 << 20)
-            if data != os.read(other, 1 << 20):
+    with Held(tree.open_file(parts)) as other:
+        while data := os.read(fd, CHUNK):
+            if data != os.read(other, CHUNK):
                 return False
-            if not data:
-                return True
-    finally:
-        os.close(other)
+        return not os.read(other, 1)

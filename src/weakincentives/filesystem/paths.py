@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -115,6 +116,18 @@ def encode_text(content: str, path: str) -> bytes:
             f"The text for {shown(path)} cannot be stored as UTF-8: the character at position"
             f" {error.start} is half of a surrogate pair"
         ) from error
+
+
+def system_error(number: int, parts: Parts) -> OSError:
+    """Return the system's error with this number, of the class that Python has for it."""
+    return OSError(number, os.strerror(number), join_path(parts))
+
+
+def not_regular(kind: NodeKind, parts: Parts) -> OSError:
+    """Return the error of reading anything but a regular file."""
+    if kind in ("directory", "link"):
+        return system_error(errno.EISDIR if kind == "directory" else errno.ELOOP, parts)
+    return OSError(errno.EINVAL, "Not a regular file", join_path(parts))
 
 
 def not_text(path: str) -> BinaryFile:

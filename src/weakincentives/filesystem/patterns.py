@@ -87,7 +87,8 @@ class PathPatterns:
     def __init__(self, patterns: Sequence[str]) -> None:
         if isinstance(patterns, str):
             raise TypeError(f"patterns takes several globs, got a string: [{patterns!r}]")
-        self._globs = tuple(map(_standing_for, patterns))
+        named = [(each if _is_path(each) else f"**/{each}").strip("/") for each in patterns]
+        self._globs = tuple(map(GlobPattern, named))
         plain = [each for each in patterns if not any(c in each for c in "*?[")]
         self.literals = [tuple(each.strip("/").split("/")) for each in plain if _is_path(each)]
         """The patterns that are plain paths."""
@@ -98,11 +99,6 @@ class PathPatterns:
         """Tell whether a normalised path, or a directory that it is in, matches a pattern."""
         parts = path.split("/")
         return any(_is_matched(glob, parts) for glob in self._globs)
-
-
-def _standing_for(pattern: str) -> GlobPattern:
-    named = pattern.strip("/")
-    return GlobPattern(named if _is_path(pattern) else f"**/{named}")
 
 
 def _is_path(pattern: str) -> bool:

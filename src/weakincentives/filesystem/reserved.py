@@ -15,7 +15,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node
+from weakincentives.filesystem.layers import Disk, Layer, Look, Node, walk_kinds
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
@@ -90,12 +90,12 @@ class Reserved:
         for tree in self.trees:
             if tree[: len(parts)] == parts:
                 raise self._protected(tree)
-        for each, kind in _walk(parts, look):
+        for each, kind in walk_kinds(look, parts):
             self.check(each, look, directory=kind == "directory")
 
     def check_moved(self, origin: Parts, target: Parts, look: Look) -> None:
         """Raise ProtectedPath if what is at a path may not be put at another."""
-        for each, kind in _walk(origin, look):
+        for each, kind in walk_kinds(look, origin):
             there = (*target, *each[len(origin) :])
             self.check(there, look, directory=kind == "directory")
 
@@ -225,23 +225,6 @@ def _is_same(before: Look, parts: Parts, now: Look, place: Parts) -> bool:
         return False
     same = (was.size, was.mode) == (found.size, found.mode)
     return same and before.read(parts) == now.read(place)
-
-
-def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
-    kind = _kind(look, parts)
-    if kind is None:
-        return
-    pending: list[tuple[Parts, NodeKind]] = [(parts, kind)]
-    while pending:
-        here, kind = pending.pop()
-        yield here, kind
-        if kind == "directory":
-            try:
-                found = look.kinds(here)
-            except OSError:
-                continue  # not readable
-            for name, inner in found:
-                pending.append(((*here, name), inner))
 
 
 def _within(root: Path, paths: Iterable[Path]) -> tuple[Parts, ...]:

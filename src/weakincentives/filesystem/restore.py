@@ -30,7 +30,7 @@ from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.scratch import Scratch, Scratches, set_time
 from weakincentives.filesystem.store import DAMAGED, Source, Store, read_exactly
-from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of
+from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of, status_at
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -269,7 +269,6 @@ class Restore:
         )
 
     def _names_in(self, parts: Parts) -> str:
-        """Name the entries of a directory."""
         status = self.tree.status(parts)
         is_directory = status is not None and stat.S_ISDIR(status.st_mode)
         names = sorted(self.tree.names(parts)) if is_directory else []
@@ -377,12 +376,9 @@ class Restore:
         return self._has_content(self.tree, record.path, record.source, before)
 
     def _has_content(self, tree: Tree, parts: Parts, source: Source, before: Entry) -> bool:
-        try:
-            opened = Held(tree.open_file(parts))
-        except PermissionError:
-            return False
-        with opened as reading:
+        with contextlib.suppress(PermissionError), Held(tree.open_file(parts)) as reading:
             return source.is_in(self.store.path, before.size, reading)
+        return False
 
     def _refill(self, tree: Tree, parts: Parts, source: Source | None, before: Entry) -> None:
         """Restore a file's content in place, for all its names, and its attributes."""
@@ -501,14 +497,6 @@ def safe_name(name: str) -> str:
     return f"b{name}"
 
 
-def status_at(above: int, name: str) -> os.stat_result | None:
-    """Return the status of a name in a directory, or None."""
-    try:
-        return os.stat(name, dir_fd=above, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
 def move_out(tree: Tree, parts: Parts, above: int, place: Path) -> None:
     """Move an entry out of its tree, or copy it to another filesystem."""
     if not _renamed(parts[-1], above, place):
@@ -527,11 +515,8 @@ def _renamed(name: str, above: int, place: Path) -> bool:
 
 
 def _copy_out(tree: Tree, parts: Parts, place: Path) -> None:
-    folder = Tree(place.parent)
-    try:
+    with contextlib.closing(Tree(place.parent)) as folder:
         copy_exactly(tree, parts, folder, (place.name,))
-    finally:
-        folder.close()
 
 
 def _is_in_place(above: int, parts: Parts, record: Record) -> bool:
@@ -578,15 +563,11 @@ def _is_beginning(tree: Tree, parts: Parts, reading: int) -> bool:
 
     True for an unreadable file: no one else is likely to have changed it.
     """
-    try:
-        opened = Held(tree.open_file(parts))
-    except PermissionError:
-        return True
-    with opened as fd:
+    with contextlib.suppress(PermissionError), Held(tree.open_file(parts)) as fd:
         while data := os.read(fd, CHUNK):
             if data != read_exactly(reading, len(data)):
                 return False
-        return True
+    return True
 
 
 def open_for_writing(above: int, name: str) -> int:

@@ -12,12 +12,19 @@ import logging
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 
 from weakincentives.filesystem.entry import new_file
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Store, checked_parts, write_whole
-from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
+from weakincentives.filesystem.tree import (
+    Mount,
+    Tree,
+    mount_of,
+    status_at,
+    without_default_acl,
+    write_all,
+)
 
 TEMPORARY = ".wink-temporary-"
 """Name prefix of scratch directories in the workspace; these are hidden from callers."""
@@ -28,44 +35,33 @@ NOTE = "rooms"
 logger = logging.getLogger("weakincentives.filesystem")
 
 
-@dataclass(slots=True, eq=False)
 class Scratch:
     """A directory for staged files and saved originals."""
 
-    tree: Tree
-    mount: Mount
-    base: Parts = ()
-    _fd: int = field(default=-1, init=False)
-
-    @property
-    def mark(self) -> Parts | None:
+    def __init__(self, tree: Tree, mount: Mount, base: Parts = ()) -> None:
+        self.tree = tree
+        self.mount = mount
+        self.base = base
+        self.mark = base or None
         """Its path in records; None for the directory in the store."""
-        return self.base or None
 
-    @property
+    @cached_property
     def fd(self) -> int:
         """Its descriptor, opened when first needed."""
-        if not self.base:
-            return self.tree.fd
-        if self._fd < 0:
-            self._fd = int(self.tree.directory(self.base))
-        return self._fd
+        return int(self.tree.directory(self.base))
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        fd = vars(self).pop("fd", None)
+        if fd is not None:
             os.close(fd)
 
     def at(self, name: str) -> Parts:
-        """Return the path of an entry, relative to its tree."""
         return (*self.base, name)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of an entry, or None."""
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError):  # of the directory itself
+            return status_at(self.fd, name)
+        return None
 
     def remove(self, name: str) -> None:
         """Remove an entry; a missing one is fine."""
@@ -77,7 +73,6 @@ class Scratch:
             self.tree.remove_all(self.at(name))
 
     def put(self, name: str, above: int, place: str) -> None:
-        """Move an entry to a name in a directory, replacing a file there."""
         os.rename(name, place, src_dir_fd=self.fd, dst_dir_fd=above)
 
 
@@ -88,6 +83,7 @@ class Scratches:
         self._tree = tree
         self._store = store
         self.own = Scratch(store.tree, store.tree.mount)
+        self.own.fd = store.tx_fd
         self.made: list[Scratch] = []
         """Those outside the store."""
         self._times: dict[Parts, int | None] = {}
@@ -102,7 +98,6 @@ class Scratches:
         return self.made[-1]
 
     def of(self, mark: Parts | None) -> Scratch:
-        """Return the one named in a record."""
         if mark is None:
             return self.own
         known = next((each for each in self.made if each.base == mark), None)
@@ -113,7 +108,7 @@ class Scratches:
         noted = self._noted()
         for base, time in noted.items():
             # It may have been killed while creating or removing this one.
-            self._settle(base, time)
+            set_time(self._tree, base[:-1], time)
             with contextlib.suppress(OSError), self._tree.directory(base) as fd:
                 self._store.avoid(os.listdir(fd))
                 self.made.append(Scratch(self._tree, mount_of(fd), base))
@@ -156,7 +151,7 @@ class Scratches:
         for base, time in self._times.items():
             try:
                 self._tree.remove_all(base)
-                self._settle(base, time)
+                set_time(self._tree, base[:-1], time)
             except OSError:
                 left[base] = None
         self._times = left
@@ -210,18 +205,13 @@ class Scratches:
             del self._times[base]
             self._write_note()
             raise
-        self._settle(base, time)
+        set_time(self._tree, base[:-1], time)
         # Hidden from git, and without inherited access control lists.
         without_default_acl(made.fd)
         with new_file(made.fd, ".gitignore") as file:
             write_all(file, b"*\n")
         self._times[base] = None
         self._write_note()
-
-    def _settle(self, base: Parts, time: int | None) -> None:
-        """Restore the time of the parent directory."""
-        if time is not None:
-            set_time(self._tree, base[:-1], time)
 
     def _time_of(self, parts: Parts) -> int | None:
         status = self._tree.status(parts)
@@ -236,8 +226,10 @@ class Scratches:
         write_whole(note, self._store.seals(NOTE).sealed(noted.encode()), safe=self._store.safe)
 
 
-def set_time(tree: Tree, parts: Parts, mtime_ns: int) -> None:
-    """Set a directory's modification time; a missing directory is fine."""
+def set_time(tree: Tree, parts: Parts, mtime_ns: int | None) -> None:
+    """Set a directory's modification time, if it is known; a missing directory is fine."""
+    if mtime_ns is None:
+        return
     with contextlib.suppress(FileNotFoundError), tree.directory(parts) as fd:
         status = os.fstat(fd)
         if status.st_mtime_ns != mtime_ns:

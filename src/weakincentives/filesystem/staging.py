@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, Unpack, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.base import Reads
-from weakincentives.filesystem.entry import apply_entry, create
+from weakincentives.filesystem.entry import Attributes, apply_entry, create
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -28,7 +29,7 @@ from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import Store
-from weakincentives.filesystem.tree import Held, Tree, without_privileges
+from weakincentives.filesystem.tree import Tree, without_privileges
 
 
 class _Numbers(Iterator[int]):
@@ -66,16 +67,7 @@ class Edit(Protocol):
     def put_file(self, parts: Parts, source: Path) -> None: ...
     def link(self, opened: Path, parts: Parts) -> None: ...
     def add_name(self, origin: Parts, parts: Parts) -> None: ...
-    def set_attributes(
-        self,
-        parts: Parts,
-        *,
-        mode: int | None = None,
-        mtime_ns: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        xattrs: tuple[tuple[str, bytes], ...] | None = None,
-    ) -> None: ...
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None: ...
 
 
 class Step(NamedTuple):
@@ -98,16 +90,20 @@ class Step(NamedTuple):
             return {self.parts}
         return {self.parts, self.target} if self.method == "rename" else {self.target}
 
+    @property
+    def attributes(self) -> Attributes:
+        """The attributes to set: a step in a branch's log also has those that stay, as None."""
+        given = {name: value for name, value in self.content.items() if value is not None}
+        return cast("Attributes", given)
+
     def applied(self, layer: Layer) -> Layer:
-        """Return a layer with this change."""
         parts, target, node = self.parts, self.target, self.node
         if self.method == "make_directory":
             return layer.make_directories(parts, self.moment)
         if self.method == "remove":
             return layer.remove(parts)
         if self.method == "set_attributes":
-            given = {name: value for name, value in self.content.items() if value is not None}
-            return layer.set_attributes(parts, **given)
+            return layer.set_attributes(parts, **self.attributes)
         layer = layer.make_directories((target or parts)[:-1], self.moment)
         if target is None:
             link = None if node is None else node.target
@@ -175,7 +171,10 @@ class Staging(Forward):
 
     def write(self, parts: Parts, data: bytes) -> None:
         now, old = _now(), self.layer.node(parts)
-        content = data if len(data) <= IN_MEMORY else self._spill(data)
+        content: bytes | Path = data
+        if len(data) > IN_MEMORY:
+            content = self._place()
+            content.write_bytes(data)
         mode = 0o644 if old is None else without_privileges(old.mode)
         if old is not None and old.links > 1:  # the same file, for all the names it has
             node = old._replace(mode=mode, size=len(data), mtime_ns=now)
@@ -223,8 +222,7 @@ class Staging(Forward):
         """Make the path one more name of the file at another."""
         self._add(Step("add_name", origin, parts, moment=_now()))
 
-    def set_attributes(self, parts: Parts, **given: Any) -> None:
-        """Change the given attributes of a file or directory."""
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
         self._add(Step("set_attributes", parts, content=given))
 
     def go_to(self, place: object, state: State) -> None:
@@ -234,7 +232,8 @@ class Staging(Forward):
     def replay(self, edit: Edit, go_back: Callable[[Any], None]) -> None:
         """Make all these changes elsewhere, in the same order; ``go_back`` restores a snapshot."""
         copies: dict[int, Path] = {}
-        for method, parts, target, content, node, _ in self.state.steps:
+        for step in self.state.steps:
+            method, parts, target, content, node, _ = step
             match method:
                 case "write":
                     edit.write(parts, content_of(Cover(node, content), parts))
@@ -243,7 +242,7 @@ class Staging(Forward):
                 case "put_file":
                     self._put_file(edit, parts, content, copies)
                 case "set_attributes":
-                    edit.set_attributes(parts, **cast("dict[str, Any]", content))
+                    edit.set_attributes(parts, **step.attributes)
                 case "back":
                     go_back(content)
                 case _:
@@ -253,16 +252,10 @@ class Staging(Forward):
         """Make a file, link or pipe whose content is stored elsewhere."""
         assert node is not None
         place = self._place()
-        if node.kind == "file":
-            place.write_bytes(content_of(Cover(node, content), parts))
-        else:
-            with Held(os.open(place.parent, os.O_RDONLY)) as above:
-                create(above, place.name, node)
-        tree = Tree(place.parent)
-        try:
+        with contextlib.closing(Tree(place.parent)) as tree:
+            if not create(tree.fd, place.name, node):
+                place.write_bytes(content_of(Cover(node, content), parts))
             apply_entry(tree, (place.name,), node)
-        finally:
-            tree.close()
         return place
 
     def _put_file(self, edit: Edit, parts: Parts, place: Path, copies: dict[int, Path]) -> None:
@@ -324,13 +317,7 @@ class Staging(Forward):
         layer, steps = self.state
         self.state = State(step.applied(layer), (*steps, step))
 
-    def _spill(self, data: bytes) -> Path:
-        place = self._place()
-        place.write_bytes(data)
-        return place
-
     def _place(self) -> Path:
-        """Return a free path for a file of this view."""
         if self._folder is None:
             self._folder = self._store.own / "views" / os.urandom(8).hex()
             self._folder.mkdir(mode=0o700, parents=True)

@@ -30,6 +30,7 @@ from weakincentives.filesystem.tree import (
     mount_of,
     read_all,
     remove_tree,
+    wait_until,
     without_default_acl,
     write_all,
 )
@@ -122,8 +123,7 @@ class Source(NamedTuple):
                     raise _content_damaged(path)
                 yield data
                 return
-            while data := os.read(fd, CHUNK):
-                yield data
+            yield from iter(lambda: os.read(fd, CHUNK), b"")
 
 
 _SOURCE = re.compile("[co][0-9]+|pack-[0-9]+")
@@ -235,8 +235,8 @@ class Objects:
             digest = hashlib.sha256(content).hexdigest()
             if digest in self:
                 return digest
-        chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
-        return self.add_chunks(chunks, safe=safe)
+            return self.add_chunks([content], safe=safe)
+        return self.add_chunks(iter(lambda: os.read(content, CHUNK), b""), safe=safe)
 
     def add_chunks(
         self, chunks: Iterable[bytes], *, expected: str | None = None, safe: bool = False
@@ -362,11 +362,6 @@ def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iter
         yield data
 
 
-def _read_chunks(reading: int) -> Iterator[bytes]:
-    while data := os.read(reading, CHUNK):
-        yield data
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Which workspace a store is for, sealed by this user."""
@@ -380,11 +375,9 @@ class Note:
     version 4, objects may be compressed."""
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record."""
         return Seals(f"{kind} {self.id}")
 
     def encode(self) -> bytes:
-        """Return the sealed note."""
         return Seals(_NOTE).sealed(json.dumps(asdict(self)).encode())
 
     @classmethod
@@ -490,29 +483,30 @@ class DirectoryLock:
     that finds a change goes back and waits, so a change has its turn.
     """
 
-    _changing: ClassVar[dict[Path, int]] = {}
+    _changing: ClassVar[dict[str, int]] = {}
     """The threads of this process that are changing a workspace, by its lock."""
 
     def __init__(self, store: Path) -> None:
-        self.path = store / "directory.lock"
+        self.path = f"{store}/directory.lock"
         self._fd = -1
         self._is_changing = False
         self._readers = 0
         self._counting = threading.Lock()
 
     def begin_change(self) -> None:
-        """Wait until nobody reads the directory, and keep readers out.
+        """Wait until the directory has no readers, and keep readers out.
 
         Raises:
             FilesystemError: A command of a branch still runs.
         """
-        fd = self.open()
-        # Shared: the lock of the workspace keeps changes apart, and one may be left over.
-        locks.take(fd, byte=_CHANGE, shared=True)
+        if self._fd < 0:
+            self.open()
+        self._begin()
         try:
-            self._wait(lambda: not locks.is_taken(fd, byte=_READERS), _FOR_READERS)
+            if locks.is_taken(self._fd, byte=_READERS):
+                self._wait(lambda: not locks.is_taken(self._fd, byte=_READERS), _FOR_READERS)
         except BaseException:
-            locks.release(fd, byte=_CHANGE)
+            self._end()
             raise
         self._is_changing = True
         self._changing[self.path] = threading.get_ident()
@@ -522,7 +516,7 @@ class DirectoryLock:
         if self._is_changing:
             self._is_changing = False
             self._changing.pop(self.path, None)
-            locks.release(self._fd, byte=_CHANGE)
+            self._end()
 
     @property
     def is_ours(self) -> bool:
@@ -538,8 +532,8 @@ class DirectoryLock:
         """
         with self._counting:
             if not self._readers:
-                fd = self.open()
-                self._wait(lambda: self._enter(fd), patience)
+                self.open()
+                self._wait(self._enter, patience)
             self._readers += 1
         try:
             yield
@@ -555,36 +549,34 @@ class DirectoryLock:
         if fd >= 0:
             locks.close(fd)
 
-    def open(self) -> int:
-        """Return the descriptor of the lock."""
+    def open(self) -> None:
+        """Open the lock's file, unless it is open."""
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
             locks.keep_from_forks(self._fd)
-        return self._fd
+            # Shared: the lock of the workspace keeps changes apart, and one may be left over.
+            self._begin = locks.taker(self._fd, byte=_CHANGE, wait=True, shared=True)
+            self._end = locks.releaser(self._fd, byte=_CHANGE)
 
-    def _enter(self, fd: int) -> bool:
-        locks.take(fd, byte=_READERS, shared=True)
-        if not locks.is_taken(fd, byte=_CHANGE):
+    def _enter(self) -> bool:
+        locks.take(self._fd, byte=_READERS, shared=True)
+        if not locks.is_taken(self._fd, byte=_CHANGE):
             return True
-        locks.release(fd, byte=_READERS)
+        locks.release(self._fd, byte=_READERS)
         return False
 
     def _wait(self, take: Callable[[], bool], seconds: float) -> None:
-        until = SYSTEM_CLOCK.monotonic() + seconds
-        pause = threading.Event()
-        while not take():
-            if SYSTEM_CLOCK.monotonic() >= until:
-                raise FilesystemError(
-                    "Another agent is using this directory: a command runs on a branch, or a call"
-                    " changes files. Try again when it has ended"
-                )
-            pause.wait(0.002)
+        if not wait_until(take, seconds):
+            raise FilesystemError(
+                "Another agent is using this directory: a command runs on a branch, or a call"
+                " changes files. Try again when it has ended"
+            )
 
 
 class Store:
     """The store of a workspace, for a process that has the workspace open.
 
-    It begins with the lock held: nobody else changes anything then.
+    It opens with the lock held, so no other process changes anything.
 
     Args:
         root: The workspace.
@@ -640,7 +632,6 @@ class Store:
         self.avoid(self.tree.names(()))
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record."""
         return self.note.seals(kind)
 
     def fresh(self, mark: str = "n") -> str:
@@ -669,16 +660,15 @@ class Store:
         """Wait for programs of a killed process; False if some are still running."""
         import fcntl
 
-        until = SYSTEM_CLOCK.monotonic() + seconds
-        pause = threading.Event()
+        def have_ended() -> bool:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
         with Held(self._open_running()) as fd:
-            while True:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return True
-                if SYSTEM_CLOCK.monotonic() >= until:
-                    return False
-                pause.wait(0.005)
+            return wait_until(have_ended, seconds)
 
     def _open_running(self) -> int:
         # Opened for locking only: commands inherit it.
@@ -735,17 +725,13 @@ class Store:
         return mine
 
     def _tidy(self) -> None:
-        """Remove unfinished files of killed processes."""
         self.objects.tidy()
-        own = Tree(self.path)
-        try:
+        with contextlib.closing(Tree(self.path)) as own:
             for name, status in own.scan(()):
                 # Another process may be trying whether an overlay works.
                 is_old = SYSTEM_CLOCK.time() - status.st_mtime > _PROBED
                 if (name.startswith("probe-") and is_old) or name.endswith(".new"):
                     own.remove_all((name,))
-        finally:
-            own.close()
 
 
 _PROBED = 60.0
@@ -792,7 +778,6 @@ def _discard(folder: Path) -> None:
 
 
 def write_note(store: Path, note: Note) -> None:
-    """Write the note of a store atomically."""
     write_whole(store / "root", note.encode())
 
 

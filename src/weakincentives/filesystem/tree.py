@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.paths import BARRED, Parts, join_path, resolve
+from weakincentives.filesystem.paths import BARRED, NodeKind, Parts, not_regular, resolve
 
 T = TypeVar("T")
 
@@ -94,19 +95,12 @@ class Tree:
     # Opening
 
     def directory(self, parts: Parts) -> Held:
-        """Return a directory's descriptor, to be held in a ``with`` block."""
-        return Held(self._open(parts, _OPEN_DIRECTORY)) if parts else self._root
+        """Return a new descriptor of a directory: its position is not shared."""
+        return Held(self._open(parts, _OPEN_DIRECTORY))
 
     def parent(self, parts: Parts) -> Held:
         """Return the descriptor of the directory that holds the last name of a path."""
         return Held(self._open(parts[:-1], _OPEN_DIRECTORY)) if len(parts) > 1 else self._root
-
-    def listing(self, parts: Parts) -> Held:
-        """Return a new descriptor of a directory, to read its names with.
-
-        The position in the directory belongs to the descriptor, so it cannot be shared.
-        """
-        return Held(self._open(parts, _OPEN_DIRECTORY))
 
     @contextlib.contextmanager
     def reached(self, parts: Parts) -> Generator[str]:
@@ -173,31 +167,33 @@ class Tree:
         fd = self.open_file(parts)
         try:
             status = os.fstat(fd)
-            check_regular(status, parts)
+            if not stat.S_ISREG(status.st_mode):
+                is_directory = stat.S_ISDIR(status.st_mode)
+                raise not_regular("directory" if is_directory else "other", parts)
             return read_all(fd, status.st_size), status
         finally:
             os.close(fd)
 
     def names(self, parts: Parts) -> list[str]:
-        with self.listing(parts) as fd:
+        with self.directory(parts) as fd:
             return os.listdir(fd)
 
     def scan(self, parts: Parts) -> list[tuple[str, os.stat_result]]:
         """Return name and status of everything in a directory; what vanishes is skipped."""
-        with self.listing(parts) as fd:
+        with self.directory(parts) as fd:
             found: list[tuple[str, os.stat_result]] = []
             for name in os.listdir(fd):
                 with contextlib.suppress(FileNotFoundError):
                     found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
             return found
 
-    def kinds(self, parts: Parts) -> list[tuple[str, int]]:
-        """Return name and file type (as ``S_IFMT`` gives it) of everything in a directory.
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        """Return name and kind of everything in a directory.
 
         Needs no status per name where the directory itself has the types.
         """
-        with self.listing(parts) as fd, os.scandir(fd) as entries:
-            return [(entry.name, _type_of(entry)) for entry in entries]
+        with self.directory(parts) as fd, os.scandir(fd) as entries:
+            return [(entry.name, _kind_of(entry)) for entry in entries]
 
     # Resolving
 
@@ -217,7 +213,6 @@ class Tree:
     # Changing
 
     def chmod(self, parts: Parts, mode: int) -> None:
-        """Set the permission bits of a file or directory, never through a link."""
         with self.parent(parts) as above:
             chmod_at(above, parts[-1] if parts else ".", mode)
 
@@ -252,6 +247,14 @@ class Tree:
                 yield (*parts, name), status
                 if stat.S_ISDIR(status.st_mode):
                     pending.append((*parts, name))
+
+
+def status_at(above: int, name: str) -> os.stat_result | None:
+    """Return the status of a name in a directory, of a link itself; None for nothing."""
+    try:
+        return os.stat(name, dir_fd=above, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def _pieces(path: bytes) -> list[bytes]:
@@ -297,13 +300,10 @@ def files_below(folder: Path) -> Iterator[os.stat_result]:
     """Yield the status of every file below a directory; what vanishes or is not readable is
     skipped.
     """
-    tree = Tree(folder)
-    try:
+    with contextlib.closing(Tree(folder)) as tree:
         for _, status in tree.walk((), lenient=True):
             if not stat.S_ISDIR(status.st_mode):
                 yield status
-    finally:
-        tree.close()
 
 
 def remove_directory(above: int, name: str) -> None:
@@ -342,6 +342,17 @@ def remove_directory(above: int, name: str) -> None:
     os.rmdir(name, dir_fd=above)
 
 
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until a condition holds; False if it does not within so many seconds."""
+    until = SYSTEM_CLOCK.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        if SYSTEM_CLOCK.monotonic() >= until:
+            return False
+        pause.wait(0.002)
+    return True
+
+
 def remove_tree(place: Path) -> None:
     """Remove a directory with everything in it, also while others still work in it.
 
@@ -350,11 +361,8 @@ def remove_tree(place: Path) -> None:
     until = SYSTEM_CLOCK.monotonic() + PATIENCE
     while os.path.lexists(place):
         try:
-            above = os.open(place.parent, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
-            try:
+            with Held(os.open(place.parent, os.O_RDONLY | _DIRECTORY | _CLOEXEC)) as above:
                 remove_directory(above, place.name)
-            finally:
-                os.close(above)
         except OSError as error:
             if error.errno not in _CHANGING or SYSTEM_CLOCK.monotonic() >= until:
                 raise
@@ -396,13 +404,6 @@ def _unlink_files(fd: int) -> list[str]:
     return [name for name, is_directory in kinds if is_directory]
 
 
-def check_regular(status: os.stat_result, parts: Parts) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), join_path(parts))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
-
-
 def read_all(fd: int, size: int) -> bytes:
     """Return the rest of an open file, in one call where the size is as expected."""
     data = os.read(fd, size + 1)
@@ -425,8 +426,8 @@ def write_all(fd: int, data: bytes) -> None:
 def without_privileges(mode: int) -> int:
     """Return a file's permission bits after its content has changed.
 
-    As the kernel does when anybody but root writes to it, setuid goes, and setgid where the group
-    may execute it.
+    As the kernel does for any writer but root: setuid is dropped, and setgid where the group may
+    execute the file.
     """
     dropped = stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0)
     return mode & ~dropped
@@ -437,7 +438,6 @@ PRIVILEGES = "security.capability"
 
 
 def sync(fd: int) -> None:
-    """Flush a file or directory to the disk, if its filesystem can."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -460,21 +460,14 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
 def chmod_at(above: int, name: str, mode: int) -> None:
     """Set permission bits by directory descriptor and name, never through a link."""
     try:
-        fd = os.open(name, _OPEN_FILE, dir_fd=above)
+        with Held(os.open(name, _OPEN_FILE, dir_fd=above)) as fd:
+            os.fchmod(fd, mode)
     except PermissionError:
         if not _PATH:
             raise
         # Not readable, but ours: the descriptor's own path leads to exactly this file.
-        fd = os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)
-        try:
+        with Held(os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)) as fd:
             os.chmod(f"/proc/self/fd/{fd}", mode)
-        finally:
-            os.close(fd)
-        return
-    try:
-        os.fchmod(fd, mode)
-    finally:
-        os.close(fd)
 
 
 _HAS_XATTRS = hasattr(os, "listxattr")
@@ -540,7 +533,7 @@ def _default_acl(directory: int | Path) -> bytes | None:
 
 
 def _for_file(acl: bytes) -> bytes:
-    """Return a directory's ACL for a file: nobody may execute it."""
+    """Return a directory's ACL for a file, without execute permission."""
     header, entry = struct.Struct("<I"), struct.Struct("<HHI")
     entries = list(entry.iter_unpack(acl[header.size :]))
     mask = 0x10 in (tag for tag, _, _ in entries)
@@ -557,12 +550,12 @@ _NO_XATTRS = frozenset(
 )
 
 
-def _type_of(entry: os.DirEntry[str]) -> int:
+def _kind_of(entry: os.DirEntry[str]) -> NodeKind:
     if entry.is_symlink():
-        return stat.S_IFLNK
+        return "link"
     if entry.is_dir(follow_symlinks=False):
-        return stat.S_IFDIR
-    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+        return "directory"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
 
 
 def mounted_below(place: Path | str) -> str | None:
@@ -696,14 +689,10 @@ def _find_openat2() -> Callable[[int, bytes, int | None], int] | None:
 
 def _works(call: Callable[[int], object]) -> bool:
     """Tell whether a call on the root directory succeeds."""
-    root = os.open("/", _OPEN_DIRECTORY)
-    try:
+    with contextlib.suppress(OSError), Held(os.open("/", _OPEN_DIRECTORY)) as root:
         call(root)
-    except OSError:
-        return False
-    finally:
-        os.close(root)
-    return True
+        return True
+    return False
 
 
 def exchange(one: int, name: str, other: int, place: str) -> bool:

@@ -127,22 +127,19 @@ class Workspace:
             recover(self.tree, self.history)
 
     def check_held(self) -> None:
-        """Raise unless the lock between processes is held."""
-        if not self.store.lock.is_held:
-            self.store.lock.check_process()
+        """Raise unless this process has the directory open and holds its lock."""
+        lock = self.store.lock
+        if not lock.is_held or self.store.pid != os.getpid() or not self.closing.alive:
+            lock.check_process()
             raise ViewClosed(
                 "several processes share this directory, and another may be at work on it: hold"
                 " `fs.gate` in a `with` block from the fork to the merge"
             )
 
-    @contextlib.contextmanager
-    def alone(self) -> Generator[None]:
+    def alone(self) -> contextlib.AbstractContextManager[object]:
         """Hold the lock between processes in the block; a call that is inside holds it already."""
-        if self.store.lock.is_held or not self.closing.alive:
-            yield
-        else:
-            with self.gate:
-                yield
+        is_inside = self.store.lock.is_held or not self.closing.alive
+        return contextlib.nullcontext() if is_inside else self.gate
 
     def seen_anew(self) -> History:
         """Return the history, with what other processes have committed so far."""
@@ -164,35 +161,16 @@ class Workspace:
         return place
 
     def now_ns(self) -> int:
-        """Return the time as files have it: one that changes later has a later change time."""
+        """Return the filesystem's time: a file that changes later has a later change time."""
         os.utime(self.store.tx_fd)
         return os.fstat(self.store.tx_fd).st_ctime_ns
 
     def at(self, place: Place) -> Look:
-        """Return the state at a position."""
         look: Look = self.present
         for serial in self.history.after(place.serial):
             delta = self.history.read(serial)
             look = undone(Layer(look), delta.records, replaced_by(self.history, delta))
         return look
-
-    @contextlib.contextmanager
-    def transaction(
-        self,
-        call: ToolCall | None,
-        undoes: Sequence[str] = (),
-        redo: MakeRedo | None = None,
-    ) -> Generator[Changes]:
-        """Commit the changes made in the block, or roll back if it raises."""
-        self.commands.wait()
-        changes = Changes(self.tree, self.history)
-        try:
-            yield changes
-            serial = changes.commit(call, undoes, redo)
-        except BaseException:
-            changes.roll_back()
-            raise
-        self._committed(serial)
 
     def _committed(self, serial: int | None) -> None:
         """Let private views continue to see the state at their fork."""
@@ -219,7 +197,6 @@ class Workspace:
             yield
 
     def begin_in_place(self) -> Changes:
-        """Begin the transaction that works in place."""
         if self.in_place is not None:
             raise RuntimeError("another call is working in place on this directory: hold its gate")
         self.check_held()
@@ -316,7 +293,6 @@ class Workspace:
         self._stages = []
 
     def check_found(self, records: list[Record]) -> None:
-        """Raise if other programs changed protected paths."""
         try:
             self.reserved.check_changed(*self.changed_by(records))
         except ProtectedPath as error:
