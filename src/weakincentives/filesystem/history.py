@@ -63,10 +63,10 @@ from weakincentives.filesystem.store import (
     Store,
     checked_parts,
     left_in,
-    location_of,
     may_compress,
     open_store,
     present_in,
+    store_of,
     write_note,
     write_whole,
 )
@@ -265,7 +265,7 @@ class Past:
             meta = read_commit(self._file(serial), self._seals)
         except FileNotFoundError:  # trimmed
             return None
-        return None if meta is None else unpack(meta, self.objects)
+        return None if meta is None else unpack(meta.get("redo"), self.objects)
 
     def entries(
         self, serial: int
@@ -571,9 +571,10 @@ class History(Past):
             "undoes": list(undoes),
             "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
         }
-        if redo is not None:
-            meta |= pack(redo(), self.objects, safe=self.store.safe)
-            if digest := object_in(meta):
+        packed = None if redo is None else pack(redo(), self.objects, safe=self.store.safe)
+        if packed is not None:
+            meta["redo"] = packed
+            if digest := object_in(packed):
                 meta["kept"][digest] = None  # counted like other contents
         commit = Record(op="commit", data=meta)
         self.journal.append(commit)
@@ -1002,7 +1003,7 @@ def adopt_store(
         WorkspaceLocked: The workspace is open elsewhere.
     """
     root = Path(os.path.realpath(root))
-    path = location_of(root) if store is None else Path(os.path.realpath(store))
+    path = store_of(root, store)
     with Held(open_store(path)) as fd:
         lock = ProcessLock(fd, root, wait=None, alone=True)
     try:

@@ -16,7 +16,7 @@ import marshal
 import os
 import stat
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -24,43 +24,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged, WinkError
-from weakincentives.filesystem.branches import (
-    Branch,
+from weakincentives.filesystem.branch_log import (
     BranchCommit,
     BranchInfo,
     base_of,
     commit_values,
     decoded_commit,
     file_time,
-    last_serial,
     make_store,
-    new_branch,
     next_layer,
-    recover_killed,
-    step_is_possible,
+    steady_point,
 )
+from weakincentives.filesystem.branches import Branch, new_branch
 from weakincentives.filesystem.checkout import check_out, clean_commit
 from weakincentives.filesystem.entry import (
     Entry,
-    apply_entry,
     checked_digest,
-    create,
-    link,
     new_file,
 )
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.filesystem.layers import Layer, Look
 from weakincentives.filesystem.merging import node_at
+from weakincentives.filesystem.new_tree import NewTree, new_directory
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Step, numbers
 from weakincentives.filesystem.store import (
-    DirectoryLock,
     Note,
     Objects,
     checked_parts,
     location_of,
+    store_of,
     write_whole,
 )
 from weakincentives.filesystem.transfer import (
@@ -78,10 +73,8 @@ from weakincentives.filesystem.transfer import (
 from weakincentives.filesystem.tree import (
     Held,
     Tree,
-    remove_tree,
     set_xattrs,
     sync_all,
-    without_default_acl,
     without_privileges,
     xattrs_of,
 )
@@ -161,20 +154,14 @@ def store_tree(
         store: The store of the workspace; beside it by default.
     """
     root = Path(os.path.realpath(directory))
-    main = location_of(root) if store is None else Path(os.path.realpath(store))
+    main = store_of(root, store)
     note = make_store(root, main)
     scan = _Scan(root, main, note, objects, IgnoredFiles(root) if gitignore else None)
     try:
         if not scan.known:
             scan.run()
-        recover_killed(root, main)
-        lock = DirectoryLock(main)
-        try:
-            with lock.reading():
-                serial, moment = last_serial(main, note), file_time(main)
-                key = scan.run()
-        finally:
-            lock.close()
+        with steady_point(root, main) as (serial, moment):
+            key = scan.run()
         scan.save()
     finally:
         scan.close()
@@ -443,15 +430,9 @@ def git_base(directory: str | os.PathLike[str], *, repository: str = "") -> Base
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root)
-    note = make_store(root, main)
-    recover_killed(root, main)
-    lock = DirectoryLock(main)
-    try:
-        with lock.reading():
-            serial, moment = last_serial(main, note), file_time(main)
-            commit = clean_commit(root)
-    finally:
-        lock.close()
+    make_store(root, main)
+    with steady_point(root, main) as (serial, moment):
+        commit = clean_commit(root)
     where = repository or str(root)
     return Base(kind="git", repository=where, commit=commit, serial=serial, moment=moment)
 
@@ -482,10 +463,8 @@ def materialize(
         HistoryDamaged: The stored tree, or a content in it, is damaged.
     """
     target = Path(os.path.realpath(directory))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
     _check_free(target)
-    with _staged(target) as (staged, fd):
+    with new_directory(target) as (staged, fd):
         if base.kind == "git":
             check_out(base.repository, base.commit, staged)
         else:
@@ -510,108 +489,33 @@ def _check_free(target: Path) -> None:
         raise AlreadyExists(f"{target} exists already: choose a new directory")
 
 
-@contextlib.contextmanager
-def _staged(target: Path) -> Generator[tuple[Path, int]]:
-    """Create a directory beside another one, locked in the block; it is removed on failure."""
-    staged, fd = _locked_directory(target)
-    try:
-        without_default_acl(staged)
-        yield staged, fd
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_tree(staged)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _locked_directory(target: Path) -> tuple[Path, int]:
-    while True:
-        staged = target.with_name(_staged_prefix(target) + os.urandom(6).hex())
-        staged.mkdir(mode=0o700)
-        # Another process may have taken it for a leftover.
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            if _lock(fd) and os.path.lexists(staged):
-                return staged, fd
-            os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes have left."""
-    for name in os.listdir(target.parent):
-        if name.startswith(_staged_prefix(target)):
-            place = target.with_name(name)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            with contextlib.suppress(OSError), Held(os.open(place, flags)) as fd:
-                if _lock(fd):
-                    remove_tree(place)
-
-
-def _staged_prefix(target: Path) -> str:
-    return f".{target.name}.wink-new-"
-
-
 class _Making:
     """Creates the files of a stored tree in an empty directory that only this user can reach."""
 
     def __init__(self, root: Path, objects: ObjectStorage) -> None:
         self._tree = Tree(root)
         self._objects = objects
-        self._directories: list[tuple[Parts, Entry]] = []
         self._files: dict[Parts, tuple[Entry, Pieces]] = {}
-        self._firsts: dict[int, Parts] = {}
-        """A name of each hard-linked file."""
-        self._names: list[tuple[Parts, Parts]] = []
 
     def close(self) -> None:
         self._tree.close()
 
     def make(self, key: str) -> None:
+        new = NewTree(self._tree)
         try:
             for parts, entry, pieces in _manifest(self._objects, key):
-                self._make_one(parts, without_machine_facts(entry), pieces)
+                made = without_machine_facts(entry)
+                if not new.add(parts, made):
+                    if entry.kind != "file" or parts in self._files:
+                        raise HistoryDamaged(f"the stored tree has no file at {join_path(parts)!r}")
+                    self._files[parts] = made, pieces
             wanted = {parts: pieces for parts, (_, pieces) in self._files.items()}
             fetch_contents(self._objects, wanted, self._write)
-            for first, parts in self._names:
-                with self._tree.parent(first) as above, self._tree.parent(parts) as other:
-                    link(above, first[-1], other, parts[-1])
+            new.finish()
         except OSError as error:
             if isinstance(error, HistoryDamaged) or error.errno not in _INVALID:
                 raise
             raise HistoryDamaged(f"the stored tree {key} is invalid: {error}") from error
-        # Last, inner directories first: adding an entry changes a directory's time.
-        for parts, entry in sorted(self._directories, key=lambda each: each[0], reverse=True):
-            apply_entry(self._tree, parts, entry)
-
-    def _make_one(self, parts: Parts, entry: Entry, pieces: Pieces) -> None:
-        first = self._firsts.get(entry.ino) if entry.ino and not entry.is_directory else None
-        if first is not None:
-            self._names.append((first, parts))
-            return
-        if entry.kind == "file" and parts not in self._files:
-            self._files[parts] = entry, pieces
-        elif parts:
-            with self._tree.parent(parts) as above:
-                if not create(above, parts[-1], entry):
-                    raise HistoryDamaged(f"the stored tree has no file at {join_path(parts)!r}")
-        if entry.is_directory:
-            self._directories.append((parts, entry))
-            return
-        if entry.kind != "file":
-            apply_entry(self._tree, parts, entry)
-        if entry.ino:
-            self._firsts[entry.ino] = parts
 
     def _write(self, parts: Parts, chunks: Iterator[bytes]) -> None:
         entry, _ = self._files[parts]
@@ -792,16 +696,17 @@ def _decoded_lines(
     """Return the commits in some lines, and where their contents are stored."""
     try:
         values = [json.loads(line) for line in lines]
-        commits = [decoded_commit(each, contents, 0) for each in values]
+        commits = [decoded_commit(n, each, contents, 0) for n, each in enumerate(values, 1)]
         places = {
             checked_digest(digest): decoded_pieces(pieces)
             for each in values
             for digest, pieces in each["contents"].items()
         }
-        for number, commit in enumerate(commits):
+        for commit in commits:
             if not commit.digests <= places.keys():
                 raise ValueError("a content has no place")
-            if not all(step_is_possible(step, number) for step in commit.steps):
+            back = (step.content for step in commit.steps if step.method == "back")
+            if not all(0 <= serial < commit.serial for serial in back):
                 raise ValueError("it returns to a later state")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise HistoryDamaged(f"the lines of a branch are invalid: {error}") from error

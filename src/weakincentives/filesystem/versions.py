@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from weakincentives.collector import no_collection
 from weakincentives.errors import HistoryDamaged
-from weakincentives.filesystem.branch_history import BranchHistory
-from weakincentives.filesystem.branches import BranchInfo, changed_between
+from weakincentives.filesystem.branch_log import BranchHistory, BranchInfo, changed_between
 from weakincentives.filesystem.diffs import changed_nodes
 from weakincentives.filesystem.entry import Entry, digest_in, inode_in, matches
 from weakincentives.filesystem.history import Committed, Delta, Past
@@ -43,8 +42,6 @@ class FileStep(NamedTuple):
     left: Entry | EncodedEntry
     origin: Parts | None = None
     """Where it was before, if the commit moved it; ``before`` is what was there."""
-    saved: Parts | None = None
-    """Where its content is among the removed directories."""
 
     @property
     def before(self) -> Entry | None:
@@ -180,18 +177,9 @@ class WorkspaceVersions(Versions):
         _check_size(entry)
         if entry.digest is not None:
             return self._past.objects.read(entry.digest)
-        if step.saved is not None:
-            tree = Tree(self._past.trees(commit.call.serial))
-            try:
-                return tree.read(step.saved)[0]
-            finally:
-                tree.close()
-        for other, known in reversed(self._others(commit, step.found_at, later=False)):
-            if known.parts == step.found_at and matches(known.after, entry):
-                return self._left(other, known)
-            break
         if step.after is not None and matches(entry, step.after):  # it was only moved
-            return self._left(commit, step)
+            with suppress(FileNotFoundError):
+                return self._left(commit, step)
         return self._seen(commit.call.serial - 1, step.found_at)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
@@ -201,11 +189,6 @@ class WorkspaceVersions(Versions):
         _check_size(entry)
         with suppress(FileNotFoundError):
             return self._left(commit, step)
-        for other, known in self._others(commit, step.parts, later=True):
-            if known.found_at == step.parts and _is_content(known.before, entry):
-                with suppress(FileNotFoundError):
-                    return self.before(other, known)
-            break
         data = self._seen(commit.call.serial, step.parts)
         if entry.digest not in (None, hashlib.sha256(data).hexdigest()):
             raise FileNotFoundError(errno.ENOENT, "it was changed since by somebody else")
@@ -225,21 +208,10 @@ class WorkspaceVersions(Versions):
         except (KeyError, HistoryDamaged) as error:
             raise FileNotFoundError(errno.ENOENT, "its content was not saved") from error
 
-    def _others(
-        self, commit: CommitSteps, parts: Parts, *, later: bool
-    ) -> list[tuple[CommitSteps, FileStep]]:
-        serial = commit.call.serial
-        return [
-            each
-            for each in self.touching(parts)
-            if (each[0].call.serial > serial if later else each[0].call.serial < serial)
-        ]
-
     # What a commit did
 
     def _steps(self, delta: Delta) -> Iterator[FileStep]:
         before: dict[Parts, Entry | None] = {}
-        saved: dict[Parts, Parts] = {}
         moves: list[tuple[Parts, Parts]] = []
         """Directories that were moved."""
         for record in delta.records:
@@ -252,23 +224,16 @@ class WorkspaceVersions(Versions):
             _note(before, moves, record.path, record.before)
             if record.before is not None and record.before.is_directory and record.saved:
                 for place, entry in self._removed(delta, record.saved):
-                    parts = (*record.path, *place[1:])
-                    _note(before, moves, parts, entry)
-                    saved.setdefault(parts, place)
+                    _note(before, moves, (*record.path, *place[1:]), entry)
         after = dict(delta.after)
         if moves:
             self._note_moved(delta, moves, before, after)
-        return _paired(before, after, saved)
+        return _paired(before, after)
 
     def _removed(self, delta: Delta, saved: str) -> Iterator[tuple[Parts, Entry]]:
         """Yield what is in a directory that a commit removed, by its place in the store."""
-        folder = self._past.trees(delta.committed.serial)
         with suppress(OSError):
-            tree = Tree(folder)
-            try:
-                yield from list(walk(Disk(tree), [(saved,)]))
-            finally:
-                tree.close()
+            yield from walk(Disk(Tree(self._past.trees(delta.committed.serial))), [(saved,)])
 
     def _note_moved(
         self,
@@ -346,9 +311,7 @@ def _original(moves: Sequence[tuple[Parts, Parts]], parts: Parts) -> Parts:
 
 
 def _paired(
-    before: Mapping[Parts, Entry | None],
-    after: Mapping[Parts, Entry | None],
-    saved: Mapping[Parts, Parts],
+    before: Mapping[Parts, Entry | None], after: Mapping[Parts, Entry | None]
 ) -> Iterator[FileStep]:
     two = {
         parts: (_no_directory(before.get(parts)), _no_directory(after.get(parts)))
@@ -365,9 +328,9 @@ def _paired(
     for parts, (old, new) in two.items():
         origin = origins.get(parts)
         if origin is not None:
-            yield FileStep(parts, two[origin][0], new, origin, saved.get(origin))
+            yield FileStep(parts, two[origin][0], new, origin)
         elif parts not in moved and (old, new) != (None, None) and not _is_same(old, new):
-            yield FileStep(parts, old, new, None, saved.get(parts))
+            yield FileStep(parts, old, new)
 
 
 def _no_directory(entry: Entry | None) -> Entry | None:
@@ -378,13 +341,6 @@ def _is_same(old: Entry | None, new: Entry | None) -> bool:
     if old is None or new is None or None in (old.digest, new.digest):
         return False
     return old.kind == new.kind and old.is_like(new)
-
-
-def _is_content(known: Entry | None, entry: Entry) -> bool:
-    """Tell whether an entry that was found later is the one that was left."""
-    if known is None or None in (known.digest, entry.digest):
-        return known is not None and matches(known, entry)
-    return known.digest == entry.digest
 
 
 def _target(entry: Entry | None) -> bytes:
@@ -414,11 +370,11 @@ class BranchVersions(Versions):
         self.refresh()
 
     def refresh(self) -> None:
-        for number, call in enumerate(self.info.calls[len(self.commits) :], len(self.commits)):
+        for number, call in enumerate(self.info.commits[len(self.commits) :], len(self.commits)):
             if number < len(self._known) and self._known[number].call == call:
                 self._add(self._known[number])
                 continue
-            before, after = self._branch.point(number), self._branch.point(number + 1)
+            before, after = self._branch.points[number : number + 2]
             steps = (
                 FileStep(parts, _no_directory(old), _no_directory(new), origin)
                 for parts, origin, old, new in changed_nodes(
@@ -429,12 +385,12 @@ class BranchVersions(Versions):
 
     def before(self, commit: CommitSteps, step: FileStep) -> bytes:
         with self._reading:
-            look = self._branch.point(commit.call.serial - 1)
+            look = self._branch.points[commit.call.serial - 1]
             return _read(look, step.found_at, step.before)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
         with self._reading:
-            return _read(self._branch.point(commit.call.serial), step.parts, step.after)
+            return _read(self._branch.points[commit.call.serial], step.parts, step.after)
 
 
 _NONE = (None, None)
