@@ -293,13 +293,20 @@ _METHODS = frozenset(
 # The state after each commit
 
 
-def add_points(points: list[Layer], commits: Iterable[BranchCommit], disk: Look) -> None:
-    """Append the state after each commit to the states before it."""
-    layer = points[-1]
+def points_of(disk: Look, commits: Iterable[BranchCommit]) -> list[Layer]:
+    """Return the state before the first commit, and after each."""
+    points = [Layer(disk)]
     for commit in commits:
-        for step in commit.steps:
-            layer = next_layer(layer, step, points, disk)
-        points.append(layer)
+        points.append(next_point(points, commit, disk))
+    return points
+
+
+def next_point(points: Sequence[Layer], commit: BranchCommit, disk: Look) -> Layer:
+    """Return the state after a commit, given those before it."""
+    layer = points[-1]
+    for step in commit.steps:
+        layer = next_layer(layer, step, points, disk)
+    return layer
 
 
 def next_layer(layer: Layer, given: Step, points: Sequence[Layer], disk: Look) -> Layer:
@@ -474,11 +481,8 @@ class BranchHistory:
         path = Path(os.path.realpath(root))
         self._tree = Tree(path)
         self._base = base_of(path, info)
-        reserved = Reserved(path, store=info.path.parent.parent)
-        disk = reserved.without_hidden(self._base)
-        self.points = [Layer(disk)]
-        """The state before the first commit, and after each."""
-        add_points(self.points, info.commits, disk)
+        disk = Reserved(path, store=info.path.parent.parent).without_hidden(self._base)
+        self.points = points_of(disk, info.commits)
 
     def close(self) -> None:
         self._base.close()

@@ -24,14 +24,15 @@ from weakincentives.filesystem.branch_log import (
     BranchCommit,
     BranchInfo,
     Log,
-    add_points,
     base_of,
     branch_named,
     changed_between,
     changed_by,
     file_time,
     make_store,
+    next_point,
     point_now,
+    points_of,
 )
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import diff_text, file_changes
@@ -127,7 +128,7 @@ class Branch(PrivateView):
                 if of is not None:
                     _copy_contents(of, info)
                 self._log.create(info if fill is None else fill(info))
-                # Now the history knows what the base needs: see the references of Past.
+                # Now the history knows what the base needs: see Past.needed_by.
                 now_ns = int(clock.time() * 1e9)
                 os.utime(info.path.parent, ns=(now_ns, now_ns))
             info = self._log.read()
@@ -139,12 +140,12 @@ class Branch(PrivateView):
         self.store = info.path.parent.parent  # that of the workspace, for runs and sandboxes
         self._clock = clock
         self._place = None
-        self._begin(info)
-        self._look = self._edit = self._staging = Staging(workspace.disk, store)
         self._branched = workspace
-        self._show(info.commits)
+        self._look = self._edit = self._staging = Staging(workspace.disk, store)
+        self._begin(info)
 
     def _begin(self, info: BranchInfo) -> None:
+        """Show the commits of a branch over its base."""
         self.info = info
         self._began_ns = int(info.began * 1e9) + 1000  # as exact as a float is
         self._was: dict[Parts, Entry | None] = {}
@@ -154,6 +155,9 @@ class Branch(PrivateView):
         """What it read before its last commit."""
         self._note_commits(info.commits)
         self._reads = Reads(touched=set(self._logged))
+        self._branched.points = points_of(self._branched.disk, info.commits)
+        self._staging.base = self._branched.disk
+        self._staging.state = State(self._branched.points[-1])
 
     # Making, opening
 
@@ -216,11 +220,6 @@ class Branch(PrivateView):
         return self.info.name
 
     @property
-    def state(self) -> Layer:
-        """Its files as they are now."""
-        return self._staging.layer
-
-    @property
     def contents(self) -> Objects:
         """The contents that its commits need."""
         return self._log.objects
@@ -277,7 +276,9 @@ class Branch(PrivateView):
         self._log.append(commit)
         self.info = replace(self.info, commits=(*self.info.commits, commit))
         self._note_commits([commit])
-        self._show([commit])
+        points = self._branched.points
+        points.append(next_point(points, commit, self._branched.disk))
+        self._staging.state = State(points[-1])
 
     def _note_commits(self, commits: Iterable[BranchCommit]) -> None:
         """Note what commits read, and what they saw before they changed it."""
@@ -286,14 +287,6 @@ class Branch(PrivateView):
             self._whole.update(*map(_wholes, commit.steps))
             for parts, entry in commit.was.items():
                 self._was.setdefault(parts, entry)
-
-    def _show(self, commits: Iterable[BranchCommit]) -> None:
-        """Let the branch show some more commits."""
-        points = self._branched.points
-        if not points:
-            points.append(Layer(self._branched.disk))
-        add_points(points, commits, self._branched.disk)
-        self._staging.state = State(points[-1])
 
     def _all_stored(self, steps: Iterable[Step]) -> Iterator[Step]:
         layer = self._branched.points[-1]
@@ -394,10 +387,7 @@ class Branch(PrivateView):
 
     def fork(self) -> HostFilesystem:
         with self._workspace.lock, self._lock:
-            return _BranchView(self)
-
-    def fork_in_place(self) -> HostFilesystem:
-        return self.fork()
+            return _BranchView(self, self._staging.layer)
 
     # History
 
@@ -571,11 +561,8 @@ class Branch(PrivateView):
     @contextlib.contextmanager
     def merging(self, *, strict: bool = False, prefer: Prefer | None = None) -> Generator[Merge]:
         """Yield what merging into the workspace as it is now would change; it changes nothing."""
-        now = base_of(self.root, self._based_on_now())
-        try:
+        with contextlib.closing(base_of(self.root, self._based_on_now())) as now:
             yield self.plan(now, strict=strict, prefer=prefer)
-        finally:
-            now.close()
 
     def _based_on_now(self) -> BranchInfo:
         serial, now_ns = point_now(self.root, self.info.path.parent.parent)
@@ -608,17 +595,14 @@ class Branch(PrivateView):
             MergeConflict: Both changed the same places; nothing is rebased.
         """
         info = self._based_on_now()
-        base = base_of(self.root, info)
-        try:
+        with contextlib.closing(base_of(self.root, info)) as base:
             plan = self.plan(base, strict=strict, prefer=prefer)
             plan.check()
             if tell is not None:
                 tell(plan)
-            repeated = self._repeated(base)
+            repeated = points_of(base, self.info.commits)[-1]
             steps = tuple(self._stored(step, repeated) for step in plan.steps(repeated))
             was = {parts: self._now(base, parts) for parts in self._was}
-        finally:
-            base.close()
         serial = len(self.info.commits) + 1
         commit = BranchCommit(
             serial=serial,
@@ -633,12 +617,6 @@ class Branch(PrivateView):
         self._begin_anew(replace(info, commits=(*own, commit)))
         return commit.paths
 
-    def _repeated(self, base: Look) -> Layer:
-        """Return what the branch's commits lead to from another state."""
-        points = [Layer(base)]
-        add_points(points, self.info.commits, base)
-        return points[-1]
-
     def _now(self, base: Look, parts: Parts) -> Entry | None:
         node = node_at(base, parts)
         return None if node is None else self._kept(base, parts, node)
@@ -652,9 +630,6 @@ class Branch(PrivateView):
         workspace.base.close()
         workspace.use(base)
         self._begin(info)
-        self._staging.base = workspace.disk
-        workspace.points.clear()
-        self._show(info.commits)
 
 
 def _wholes(step: Step) -> set[Parts]:
@@ -665,8 +640,8 @@ def _wholes(step: Step) -> set[Parts]:
 class _BranchView(PrivateView):
     """A call's view of a branch."""
 
-    def __init__(self, branch: Branch) -> None:
-        super().__init__(branch, branch.state, None)
+    def __init__(self, branch: Branch, state: Layer) -> None:
+        super().__init__(branch, state, None)
         self._branch = branch
         self._began_ns = self._workspace.now_ns()
 

@@ -158,6 +158,7 @@ def _git(
     """Return the output of a git command, which may run no other program.
 
     Args:
+        arguments: The command and its own, after options of git itself.
         own: The repository; the one of the directory by default.
         at: The directory.
         is_ours: Without the user's settings; a fetch needs them, for proxies and credentials.
@@ -178,12 +179,9 @@ def _git(
         environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
     options = [part for each in _SAFE for part in ("-c", each)]
     place = [] if own is None else [f"--git-dir={own}"]
-    # Options of git itself come before the command.
-    top = [each for each in arguments if each.startswith("--work-tree=")]
-    rest = [each for each in arguments if not each.startswith("--work-tree=")]
     try:
         done = subprocess.run(
-            [git, *options, *place, *top, *rest],
+            [git, *options, *place, *arguments],
             cwd=at or own,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -196,5 +194,6 @@ def _git(
         raise FilesystemError(f"git failed: {error}") from error
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise FilesystemError(f"git {rest[0]} failed: {lines[-1] if lines else done.returncode}")
+        command = next(each for each in arguments if not each.startswith("--"))
+        raise FilesystemError(f"git {command} failed: {lines[-1] if lines else done.returncode}")
     return done.stdout

@@ -113,29 +113,6 @@ class Delta:
     """Contents that the call left, by digest; None for those among the objects."""
 
 
-class References:
-    """What needs calls or objects of the history, besides the history itself.
-
-    Asked before anything is removed. Whatever else refers to them on disk or in memory adds a
-    function here.
-    """
-
-    def __init__(self) -> None:
-        self.serials: list[Callable[[], int | None]] = []
-        """Each returns the call after which nothing may be removed; None if it needs none."""
-        self.digests: list[Callable[[], Iterable[str]]] = []
-        """Each returns the objects that it needs."""
-
-    def oldest(self) -> int | None:
-        """Return the call after which nothing may be removed; None if none is needed."""
-        found = [serial for each in self.serials if (serial := each()) is not None]
-        return min(found, default=None)
-
-    def objects(self) -> set[str]:
-        """Return the digests of the needed objects."""
-        return {digest for each in self.digests for digest in each()}
-
-
 BRANCHES = "branches"
 """The folder with the branches of a workspace, each with a file ``log``."""
 
@@ -179,8 +156,8 @@ class Past:
 
     def __init__(self, store: Path, seals: Seals, *, room: int = 0) -> None:
         self.objects = Objects(store / "objects")
-        self.references = References()
-        self.references.serials.append(_Bases(store))
+        self.needed_by: list[Callable[[], int | None]] = [_Bases(store)]
+        """Each returns the call after which nothing may be removed; None if it needs none."""
         self._path = store / "history"
         self._seals = seals
         self._sizes: dict[int, int] | None = None
@@ -378,6 +355,11 @@ class Past:
         self._index = changed_at, found
         return found
 
+    def oldest_needed(self) -> int | None:
+        """Return the call after which nothing may be removed; None if none is needed."""
+        found = [serial for each in self.needed_by if (serial := each()) is not None]
+        return min(found, default=None)
+
     def beyond(self, limits: Limits, now: float) -> Iterator[int]:
         """Yield the calls that exceed some limits, oldest first; none that something needs."""
         sizes = self._known()
@@ -389,7 +371,7 @@ class Past:
             if not limits.are_exceeded(total, count, functools.partial(self._time, serial), now):
                 return
             if needed is None:  # asked only then: every commit comes here
-                oldest = self.references.oldest()
+                oldest = self.oldest_needed()
                 needed = math.inf if oldest is None else oldest
             # That call itself stays, too: serials go on from the newest.
             if serial >= needed:
@@ -399,9 +381,12 @@ class Past:
 
     def uses(self) -> Uses:
         """Return how many calls refer to each object."""
-        uses = Uses(self, self._known())
+        uses = self._counting()
         uses.count(sys.maxsize)
         return uses
+
+    def _counting(self) -> Uses:
+        return Uses(self, self._known())
 
     def _time(self, serial: int) -> float:
         """Return when a call was committed, without reading its entry; 0 if the entry is gone."""
@@ -553,7 +538,7 @@ class History(Past):
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
             return None
-        if self.limits.size <= 0 and self.references.oldest() is None:
+        if self.limits.size <= 0 and self.oldest_needed() is None:
             self._trim()
             self.journal.cut(0)  # no history: dropping the journal is the commit
             return None
@@ -651,7 +636,7 @@ class History(Past):
         """Return the full entries that the records replaced, and the bytes to be added."""
         entries: dict[int, Entry] = {}
         total = 0
-        limit = self.limits.size if self.references.oldest() is None else sys.maxsize
+        limit = self.limits.size if self.oldest_needed() is None else sys.maxsize
         found = list(replaced(records, self.store.tree, tree, limit))
         for index, record in enumerate(records):
             if record.source is not None and record.after is None and record.before is not None:
@@ -755,10 +740,9 @@ class History(Past):
         """Remove all entries beyond some limits at once; returns how many."""
         return self._remove_beyond(limits, sys.maxsize)
 
-    def uses(self) -> Uses:
-        uses = self._uses = self._uses or Uses(self, self._known())
-        uses.count(sys.maxsize)
-        return uses
+    def _counting(self) -> Uses:
+        self._uses = self._uses or super()._counting()
+        return self._uses
 
     def remove_stray_trees(self) -> None:
         """Remove directories whose entry was trimmed just before a kill."""
@@ -773,7 +757,7 @@ class History(Past):
         beyond = list(itertools.islice(self.beyond(limits, self._clock.time()), most))
         if not beyond:
             return 0
-        uses = self._uses = self._uses or Uses(self, self._known())
+        uses = self._counting()
         if not uses.count(most):
             return 0
         try:
@@ -784,11 +768,10 @@ class History(Past):
         return len(beyond)
 
     def _remove(self, serials: Iterable[int], uses: Uses) -> None:
-        needed = self.references.objects()
         for serial in serials:
             keep(self.store.path, self.redo(serial))
             # The entry last: after a kill, the next trim finds it again.
-            for digest in uses.forget(serial) - needed:
+            for digest in uses.forget(serial):
                 self.store.objects.remove(digest)
             self._file(serial).unlink(missing_ok=True)
             remove_tree(self.trees(serial))

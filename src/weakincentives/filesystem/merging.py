@@ -19,7 +19,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import MergeConflict
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import FileChange, file_changes
-from weakincentives.filesystem.entry import Entry, Xattrs, apply_entry, create, new_file
+from weakincentives.filesystem.entry import Entry, apply_entry, create, new_file
 from weakincentives.filesystem.layers import Forward, Look, Node, walk, xattrs_at
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.staging import Step
@@ -341,7 +341,9 @@ class Merge:
             target = os.fsdecode(ours.data)
             yield Step("put_file", parts, None, None, node._replace(target=target), now)
         elif node.kind == "file":
-            fresh = node._replace(device=0, links=1, digest=None, xattrs=self.xattrs(parts))
+            fresh = node._replace(
+                device=0, links=1, digest=None, xattrs=xattrs_at(self.ours, parts)
+            )
             yield Step("write", parts, None, ours.data, fresh, now)
 
     # Applying
@@ -400,16 +402,13 @@ class Merge:
         if node.kind == "file":
             with new_file(None, place) as fd:
                 write_all(fd, self.ours.read(parts))
-            node = node._replace(xattrs=self.xattrs(parts))
+            node = node._replace(xattrs=xattrs_at(self.ours, parts))
         else:
             target = self.ours.link_target(parts) if node.kind == "link" else None
             create(store.tx_fd, place.name, node._replace(target=target))
         owned = node if node.ctime_ns else node._replace(uid=os.geteuid(), gid=os.getegid())
         apply_entry(store.tree, (place.name,), owned)
         return place
-
-    def xattrs(self, parts: Parts) -> Xattrs:
-        return xattrs_at(self.ours, parts)
 
 
 _UNKNOWN = Entry("other")

@@ -66,7 +66,6 @@ from weakincentives.filesystem.transfer import (
     decoded_pieces,
     fetch_contents,
     fetch_object,
-    size_of,
     upload_contents,
     zero_fill,
 )
@@ -156,27 +155,14 @@ def store_tree(
     root = Path(os.path.realpath(directory))
     main = store_of(root, store)
     note = make_store(root, main)
-    scan = _Scan(root, main, note, objects, IgnoredFiles(root) if gitignore else None)
-    try:
+    ignored = IgnoredFiles(root) if gitignore else None
+    with contextlib.closing(_Scan(root, main, note, objects, ignored)) as scan:
         if not scan.known:
             scan.run()
         with steady_point(root, main) as (serial, moment):
             key = scan.run()
         scan.save()
-    finally:
-        scan.close()
     return Base(kind="tree", tree=key, serial=serial, moment=moment)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a path had when it was stored; valid while its change time is the same."""
-
-    ino: int
-    ctime_ns: int
-    xattrs: tuple[tuple[str, bytes], ...]
-    digest: str | None
-    pieces: Pieces
 
 
 class _Scan:
@@ -197,8 +183,8 @@ class _Scan:
         self._objects = objects
         self._ignored = ignored
         self._hidden = set(Reserved(root, store=main).hidden)
-        self._new: dict[Parts, _Known] = {}
         self.known = self._load()
+        """What each path had when it was stored; valid while its change time is the same."""
 
     def close(self) -> None:
         self._tree.close()
@@ -207,7 +193,7 @@ class _Scan:
         """Store the directory as it is now; returns the key of the tree."""
         began_ns = file_time(self._main)
         packer = Packer(self._objects)
-        keys = {piece[0] for each in self.known.values() for piece in each.pieces}
+        keys = {piece.key for _, pieces in self.known.values() for piece in pieces}
         gone = self._objects.missing(keys) if keys else set[str]()
         found: list[tuple[Parts, Entry, Sequence[Piece]]] = []
         for parts, status in self._walk():
@@ -215,15 +201,10 @@ class _Scan:
             if entry is not None:
                 found.append((parts, entry, pieces))
         packer.flush()
-        rows: list[tuple[Parts, Entry, Pieces]] = []
-        fresh: dict[Parts, _Known] = {}
-        for parts, entry, pieces in found:
-            placed = packer.placed(pieces)
-            rows.append((parts, entry, placed))
-            # A later change has a later time; one at the same time cannot be told.
-            if entry.ctime_ns < began_ns:
-                fresh[parts] = _Known(entry.ino, entry.ctime_ns, entry.xattrs, entry.digest, placed)
-        self.known = self._new = fresh
+        rows = [(parts, entry, packer.placed(pieces)) for parts, entry, pieces in found]
+        # A later change has a later time; one at the same time cannot be told.
+        is_settled = (row for row in rows if row[1].ctime_ns < began_ns)
+        self.known = {parts: (entry, pieces) for parts, entry, pieces in is_settled}
         return _store_manifest(self._objects, rows)
 
     def _walk(self) -> Iterator[tuple[Parts, os.stat_result]]:
@@ -266,13 +247,13 @@ class _Scan:
             return entry._replace(target=self._tree.link_target(parts)), ()
         if entry.kind == "other":
             return (entry if entry.pipe else None), ()
-        known = self.known.get(parts)
+        known, pieces = self.known.get(parts, (None, ()))
         if (
             known is not None
             and (known.ino, known.ctime_ns) == (entry.ino, entry.ctime_ns)
-            and not any(piece[0] in gone for piece in known.pieces)
+            and not any(piece.key in gone for piece in pieces)
         ):
-            return entry._replace(xattrs=known.xattrs, digest=known.digest), known.pieces
+            return entry._replace(xattrs=known.xattrs, digest=known.digest), pieces
         return self._read(parts, packer)
 
     def _read(self, parts: Parts, packer: Packer) -> tuple[Entry | None, Sequence[Piece]]:
@@ -297,25 +278,27 @@ class _Scan:
 
     # What is known from the last time
 
-    def _load(self) -> dict[Parts, _Known]:
+    def _load(self) -> dict[Parts, tuple[Entry, Pieces]]:
         with (
             contextlib.suppress(FileNotFoundError),
             open(self._path, "rb", opener=no_links) as file,
         ):
             data = self._seals.unsealed(file.read())
             if data is not None:  # with a valid seal, marshal data is our own
-                rows = marshal.loads(data)
                 return {
-                    parts: _Known(ino, ctime_ns, xattrs, digest, tuple(starmap(Piece, pieces)))
-                    for parts, ino, ctime_ns, xattrs, digest, pieces in rows
+                    parts: (
+                        Entry("file", ino=ino, ctime_ns=ctime_ns, xattrs=xattrs, digest=digest),
+                        tuple(starmap(Piece, pieces)),
+                    )
+                    for parts, ino, ctime_ns, xattrs, digest, pieces in marshal.loads(data)
                 }
         return {}
 
     def save(self) -> None:
         """Remember what is stored, so that the next time only changes are read."""
         rows = [
-            (parts, each.ino, each.ctime_ns, each.xattrs, each.digest, [*map(tuple, each.pieces)])
-            for parts, each in self._new.items()
+            (parts, each.ino, each.ctime_ns, each.xattrs, each.digest, [*map(tuple, pieces)])
+            for parts, (each, pieces) in self.known.items()
         ]
         write_whole(self._path, self._seals.sealed(marshal.dumps(rows, 4)), safe=False)
 
@@ -358,7 +341,7 @@ _GROUP_SIZE = 3 << 20
 def _row(parts: Parts, entry: Entry, pieces: Pieces, names: Mapping[int, int]) -> list[Any]:
     count = names.get(entry.ino, 1) if entry.links > 1 and not entry.is_directory else 1
     # The number tells which names belong together; alone it means nothing.
-    kept = without_machine_facts(_portable(entry))._replace(
+    kept = _without_machine_facts(_portable(entry))._replace(
         ino=entry.ino if count > 1 else 0,
         links=count,
         ctime_ns=0,
@@ -395,7 +378,8 @@ def _manifest(objects: ObjectStorage, key: str) -> Iterator[tuple[Parts, Entry, 
         for group in top["groups"]:
             for path, values, pieces in json.loads(fetch_object(objects, str(group))):
                 entry, places = _local(Entry.decode(values)), decoded_pieces(pieces)
-                if size_of(places) != (entry.size if entry.kind == "file" else 0):
+                size = sum(piece.size for piece in places)
+                if size != (entry.size if entry.kind == "file" else 0):
                     raise ValueError(f"the size of {path!r} is wrong")
                 yield checked_parts(path), entry, places
     except (LookupError, TypeError, ValueError) as error:
@@ -468,11 +452,8 @@ def materialize(
         if base.kind == "git":
             check_out(base.repository, base.commit, staged)
         else:
-            making = _Making(staged, objects)
-            try:
+            with contextlib.closing(_Making(staged, objects)) as making:
                 making.make(base.tree)
-            finally:
-                making.close()
         if safe:
             sync_all(fd)
         _check_free(target)  # renaming would replace a file, or a link
@@ -504,7 +485,7 @@ class _Making:
         new = NewTree(self._tree)
         try:
             for parts, entry, pieces in _manifest(self._objects, key):
-                made = without_machine_facts(entry)
+                made = _without_machine_facts(entry)
                 if not new.add(parts, made):
                     if entry.kind != "file" or parts in self._files:
                         raise HistoryDamaged(f"the stored tree has no file at {join_path(parts)!r}")
@@ -535,7 +516,7 @@ _INVALID = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP
 """Errors that an invalid manifest leads to."""
 
 
-def without_machine_facts(entry: Entry) -> Entry:
+def _without_machine_facts(entry: Entry) -> Entry:
     """Return an entry as it may be made on another machine: without privileges of programs."""
     kept = tuple(each for each in entry.xattrs if each[0].startswith(_XATTRS))
     mode = (without_privileges(entry.mode) if entry.kind == "file" else entry.mode) & 0o7777
@@ -682,12 +663,9 @@ def _filled(
     fetch_contents(
         objects, wanted, lambda digest, chunks: contents.add_chunks(chunks, expected=digest)
     )
-    base = base_of(root, info)
-    try:
+    with contextlib.closing(base_of(root, info)) as base:
         look = Reserved(root, store=info.path.parent.parent).without_hidden(base)
         return replace(info, commits=tuple(_received(look, commits)))
-    finally:
-        base.close()
 
 
 def _decoded_lines(
