@@ -55,9 +55,9 @@ _VERSION = 1
 _SEALS = "branch"
 NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
 _FOR_RECOVERY = 10.0
-"""Seconds to wait for another process that does it."""
+"""Seconds to wait for another process that recovers the workspace."""
 _WHOLE = ("tx", "directory.lock", "open")
-"""What a store has beside its note, which is there first."""
+"""What a complete store has beside its note, which is written first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class BranchInfo:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a process, or this one, has it open."""
+        """Whether any process has it open."""
         try:
             with Held(os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW)) as fd:
                 return locks.is_taken(fd)
@@ -421,7 +421,7 @@ def _past_in(main: Path) -> Past:
 
 
 def file_time(main: Path) -> int:
-    """Return the time as files have it, in nanoseconds: one that changes later has a later one."""
+    """Return the time by the clock of the filesystem, in nanoseconds."""
     os.utime(main / "tx")
     return os.stat(main / "tx").st_ctime_ns
 
@@ -436,7 +436,7 @@ def _recover_killed(root: Path, main: Path) -> None:
             if is_held:
                 pause.wait(0.002)
             else:
-                with contextlib.suppress(WorkspaceLocked):  # by one that was faster
+                with contextlib.suppress(WorkspaceLocked):  # another process was faster
                     HostFilesystem(root, store=main, shared=True, wait=0).close()
 
 

@@ -584,15 +584,8 @@ class Branch(PrivateView):
     ) -> tuple[str, ...]:
         """Move the branch to the workspace as it is now; returns the paths others had changed too.
 
-        The changes of the branch stay, merged with those of others.
-
-        Args:
-            strict: Files that the branch read and others have changed since are conflicts.
-            prefer: Whose version of a conflicting path to take.
-            tell: Is told the conflicts, and what was changed there, before anything is done.
-
-        Raises:
-            MergeConflict: Both changed the same places; nothing is rebased.
+        The changes of the branch stay, merged with those of others: see :meth:`merge_into`.
+        ``tell`` gets the plan, with its conflicts, before anything is done.
         """
         info = self._based_on_now()
         with contextlib.closing(base_of(self.root, info)) as base:

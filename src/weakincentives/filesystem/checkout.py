@@ -1,4 +1,4 @@
-"""Commits of git repositories that nobody trusts: checked out, and compared with a directory.
+"""Commits of untrusted git repositories: checked out, and compared with a directory.
 
 Git works in a repository of our own that borrows the objects. So the settings, hooks and filters
 of the repository, and those of the user, are not in effect, whatever ``.gitattributes`` says.
@@ -101,7 +101,7 @@ def _check_plain(own: Path, commit: str) -> None:
 
 @contextmanager
 def _repository(repository: str, commit: str) -> Generator[Path]:
-    """Give a repository of our own that has a commit of another one."""
+    """Give a repository of our own with a commit of the given one."""
     if os.path.isdir(repository):
         told = _git(["rev-parse", "--git-path", "objects"], at=Path(repository))
         objects = Path(repository, os.fsdecode(told.rstrip(b"\n")))

@@ -325,14 +325,14 @@ class Past:
         self._sizes = None
 
     def refresh(self) -> None:
-        """Look again, if anything has changed since the last time; for those who only read."""
+        """Look again, if anything has changed since the last time; for readers without the lock."""
         changed_at = self.changed_at()
         if changed_at != self._seen_at:
             self.look_again()
             self._seen_at = changed_at
 
     def changed_at(self) -> tuple[int, int]:
-        """Return a value that is another one after every commit and trim."""
+        """Return a value that differs after every commit and trim."""
         changed = size = 0
         with contextlib.suppress(FileNotFoundError):
             changed = os.stat(self._path).st_mtime_ns
@@ -361,7 +361,7 @@ class Past:
         return min(found, default=None)
 
     def beyond(self, limits: Limits, now: float) -> Iterator[int]:
-        """Yield the calls that exceed some limits, oldest first; none that something needs."""
+        """Yield the calls beyond some limits, oldest first, up to the oldest one still needed."""
         sizes = self._known()
         if self._total is None:
             self._total = sum(sizes.values())
@@ -511,11 +511,8 @@ class History(Past):
 
     def copy_tree(self, delta: Delta, saved: str, tree: Tree, name: str) -> None:
         """Copy a directory that a call removed."""
-        trees = Tree(self.trees(delta.committed.serial))
-        try:
+        with contextlib.closing(Tree(self.trees(delta.committed.serial))) as trees:
             copy_exactly(trees, (saved,), tree, (name,))
-        finally:
-            trees.close()
 
     # Adding
 
@@ -573,7 +570,7 @@ class History(Past):
             self._last = serial
             return None
         self._trim()
-        if self._seen_at != _NEVER:  # nobody else can have added anything meanwhile
+        if self._seen_at != _NEVER:  # no other process can have added anything meanwhile
             self._seen_at = self.changed_at()
         return serial
 
@@ -617,7 +614,7 @@ class History(Past):
         self._last = max(self._last, serial)
 
     def _add_to_index(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever needs the line then reads the entry
+        with contextlib.suppress(OSError):  # without the line, the entry itself is read
             try:
                 append_line(self._path / INDEX, line)
             except FileNotFoundError:

@@ -94,7 +94,7 @@ __all__ = [
 _VERSION = 1
 _CACHE = "stored-tree"
 _TRIES = 5
-"""How often a file that changes while it is read is read again."""
+"""Attempts to read a file that changes meanwhile."""
 _OWN = -1
 """Stands for the user who has the workspace."""
 
@@ -202,7 +202,7 @@ class _Scan:
                 found.append((parts, entry, pieces))
         packer.flush()
         rows = [(parts, entry, packer.placed(pieces)) for parts, entry, pieces in found]
-        # A later change has a later time; one at the same time cannot be told.
+        # A later change at the same time would go unnoticed.
         is_settled = (row for row in rows if row[1].ctime_ns < began_ns)
         self.known = {parts: (entry, pieces) for parts, entry, pieces in is_settled}
         return _store_manifest(self._objects, rows)
@@ -557,7 +557,7 @@ class BranchUpload:
         """Send the contents of commits that are not saved; returns a line for each commit.
 
         Raises:
-            FilesystemError: The branch has another base now: it cannot be told from the lines.
+            FilesystemError: The branch was rebased: its lines do not apply to the stored base.
             StorageUnavailable: Something could not be sent; the next call tries again.
         """
         info = self._branch.info

@@ -1,8 +1,8 @@
 """What a session's file lacks until it is next saved, kept in the record that commits a call.
 
 The record of a commit is the commit point of a call: its changes to files, and what the session and
-the ledger have to note. A process that is killed after it has not saved its session yet. Whoever
-resumes the session appends these lines to its file.
+the ledger have to note. A process that is killed right after it has not saved its session yet:
+resuming the session appends these lines to its file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +23,7 @@ from weakincentives.collector import no_collection
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.pack import Pack, Place, Row
-from weakincentives.filesystem.paths import BARRED, Parts
+from weakincentives.filesystem.paths import BARRED, Parts, outermost
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Source, Store
 from weakincentives.filesystem.tree import Tree, remove_tree, xattrs_of
@@ -225,7 +225,7 @@ class Manifest:
         watcher = self._watcher
         if watcher is None or not watcher.complete:
             return None
-        trees = _topmost(parts for parts in watcher.trees if not _is_ours(parts))
+        trees = set(outermost(parts for parts in watcher.trees if not _is_ours(parts)))
         found = [one for parts in trees for one in self._below(tree, parts)]
         # A file with several names may have been changed through one that is not watched.
         several = (parts for names in self._linked.values() for parts in names)
@@ -317,7 +317,7 @@ class Manifest:
                         yield _Spot(below, found, fd, name)
             pending.extend(((*parts, name), None) for name in missing)
 
-    # Comparing what is there
+    # Comparing contents and attributes
 
     def _row_at(
         self,
@@ -352,10 +352,10 @@ class Manifest:
         fd: int,
         saved: dict[int, tuple[Place, int]] | None,
     ) -> tuple[Place, int]:
-        """Return where a file's content is, and its size: the known ones, if they still hold.
+        """Return where a file's content is, and its size: as known, if it is unchanged.
 
-        Else it is added to the pack, and to ``saved`` by inode; without ``saved``, the answer only
-        says that it has changed.
+        Changed content is added to the pack, and to ``saved`` by inode; without ``saved``, the
+        result is ``_CHANGED``.
         """
         known = None if spot.is_new else self.pack.rows.get(spot.parts)
         if known is not None and known.source is not None and self._holds(fd, known):
@@ -737,7 +737,7 @@ def _is_still_linked(tree: Tree, one: Record) -> bool:
 
 
 def _set_twins(ordered: Sequence[Record]) -> None:
-    """Give each name of a file the one that is restored before it: the next in this order."""
+    """Give each name of a hard-linked file the name that is restored before it."""
     names: dict[int, Parts] = {}
     for one in reversed(ordered):
         if ino := _linked_inode(one):
@@ -778,12 +778,3 @@ def _is_changed(before: Row, now: Row | None) -> bool:
 def _plain(row: Row) -> tuple[object, ...]:
     """Return what says whether something was changed, but for a file's size and content."""
     return row.st_mode, row.mtime_ns, row.uid, row.gid, row.xattrs, row.target
-
-
-def _topmost(paths: Iterable[Parts]) -> set[Parts]:
-    """Return the paths that are not below another of them."""
-    kept: set[Parts] = set()
-    for parts in sorted(paths):
-        if not any(parts[:depth] in kept for depth in range(len(parts))):
-            kept.add(parts)
-    return kept

@@ -95,7 +95,7 @@ class DirectoryAt(Forward):
         self._recover = recover
         self._past = past
         self._steady = DirectoryLock(store)
-        self._is_shared = os.access(store, os.W_OK)  # else nobody changes anything
+        self._is_shared = os.access(store, os.W_OK)  # else no process of this user changes it
         self._patience = patience
         self._journal = store / "tx" / "journal"
         opened = contextlib.ExitStack()
@@ -388,11 +388,8 @@ class FilesAt(OnDisk):
             if os.listdir(target):
                 raise FilesystemError(f"{target} is not empty. Name one that is, or a new one")
         with new_directory(target) as (staged, _):
-            tree = Tree(staged)
-            try:
+            with contextlib.closing(Tree(staged)) as tree:
                 _Export(self._look, self._tree, tree).run()
-            finally:
-                tree.close()
             os.rename(staged, target)  # replaces an empty directory
 
 

@@ -39,7 +39,7 @@ from weakincentives.state import Seals
 # Looking
 
 _PATIENCE = 5.0
-"""Seconds that somebody who only looks waits for a call that is changing files."""
+"""Seconds that a reader waits for a call that is changing files."""
 
 
 class CallChanges(NamedTuple):
@@ -119,7 +119,7 @@ class WorkspaceHistory:
     def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
         """Return the paths that differ from how some calls left them.
 
-        Each has the ids of the other calls that changed it since; none means somebody else did.
+        Each has the ids of the later calls that changed it; none means that someone else did.
         """
         serials = {call.serial for call in calls}
         conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
@@ -264,7 +264,7 @@ class _Conflict(NamedTuple):
 
     parts: Parts
     calls: tuple[str, ...]
-    """The other calls that changed it since; none if somebody else changed it last."""
+    """The other calls that changed it since; none if someone else changed it last."""
     top: Parts | None = None
     """The directory above it that the call put there as a whole."""
 
@@ -553,13 +553,11 @@ class _Undo:
         if record.before is None or parts != record.path:
             return ""
         place = self.changes.store.left(parts)
-        folder = Tree(place.parent)
         try:
-            self._make(record, record.before, folder, place.name, delta)
+            with contextlib.closing(Tree(place.parent)) as folder:
+                self._make(record, record.before, folder, place.name, delta)
         except OSError:
             return ""
-        finally:
-            folder.close()
         return f"; the previous version is in {place}"
 
     def _undo(self, record: Record, delta: Delta) -> None:

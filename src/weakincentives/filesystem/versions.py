@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,8 @@ class FileStep(NamedTuple):
     left: Entry | EncodedEntry
     origin: Parts | None = None
     """Where it was before, if the commit moved it; ``before`` is what was there."""
+    saved: Parts | None = None
+    """Where its content is among the removed directories."""
 
     @property
     def before(self) -> Entry | None:
@@ -177,6 +179,9 @@ class WorkspaceVersions(Versions):
         _check_size(entry)
         if entry.digest is not None:
             return self._past.objects.read(entry.digest)
+        if step.saved is not None:
+            with closing(Tree(self._past.trees(commit.call.serial))) as tree:
+                return tree.read(step.saved)[0]
         if step.after is not None and matches(entry, step.after):  # it was only moved
             with suppress(FileNotFoundError):
                 return self._left(commit, step)
@@ -212,6 +217,7 @@ class WorkspaceVersions(Versions):
 
     def _steps(self, delta: Delta) -> Iterator[FileStep]:
         before: dict[Parts, Entry | None] = {}
+        saved: dict[Parts, Parts] = {}
         moves: list[tuple[Parts, Parts]] = []
         """Directories that were moved."""
         for record in delta.records:
@@ -224,11 +230,13 @@ class WorkspaceVersions(Versions):
             _note(before, moves, record.path, record.before)
             if record.before is not None and record.before.is_directory and record.saved:
                 for place, entry in self._removed(delta, record.saved):
-                    _note(before, moves, (*record.path, *place[1:]), entry)
+                    parts = (*record.path, *place[1:])
+                    _note(before, moves, parts, entry)
+                    saved.setdefault(parts, place)
         after = dict(delta.after)
         if moves:
             self._note_moved(delta, moves, before, after)
-        return _paired(before, after)
+        return _paired(before, after, saved)
 
     def _removed(self, delta: Delta, saved: str) -> Iterator[tuple[Parts, Entry]]:
         """Yield what is in a directory that a commit removed, by its place in the store."""
@@ -311,7 +319,9 @@ def _original(moves: Sequence[tuple[Parts, Parts]], parts: Parts) -> Parts:
 
 
 def _paired(
-    before: Mapping[Parts, Entry | None], after: Mapping[Parts, Entry | None]
+    before: Mapping[Parts, Entry | None],
+    after: Mapping[Parts, Entry | None],
+    saved: Mapping[Parts, Parts],
 ) -> Iterator[FileStep]:
     two = {
         parts: (_no_directory(before.get(parts)), _no_directory(after.get(parts)))
@@ -328,9 +338,9 @@ def _paired(
     for parts, (old, new) in two.items():
         origin = origins.get(parts)
         if origin is not None:
-            yield FileStep(parts, two[origin][0], new, origin)
+            yield FileStep(parts, two[origin][0], new, origin, saved.get(origin))
         elif parts not in moved and (old, new) != (None, None) and not _is_same(old, new):
-            yield FileStep(parts, old, new)
+            yield FileStep(parts, old, new, None, saved.get(parts))
 
 
 def _no_directory(entry: Entry | None) -> Entry | None:
