@@ -825,7 +825,7 @@ def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Pa
         "printf LINKED > two; touch -d @1600000000.123456789 two; mv src moved; mkdir n; : > n/x"
     )
     subprocess.run(["sh", "-ec", script], cwd=root, check=True)
-    found = {"/".join(one.parts): one.before for one in manifest.changes(tree)}
+    found = {"/".join(one.path): one.before for one in manifest.changes(tree)}
 
     assert found.keys() == {
         "", "one", "two", "src", "src/app.py", "src/lib", "src/lib/util.py",

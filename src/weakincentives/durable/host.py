@@ -36,7 +36,7 @@ from weakincentives.errors import (
 )
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
-from weakincentives.filesystem.branches import make_store, point_now
+from weakincentives.filesystem.branch_log import make_store, point_now
 from weakincentives.filesystem.portable import (
     Base,
     BranchUpload,

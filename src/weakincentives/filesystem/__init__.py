@@ -8,10 +8,10 @@ load_lazily(__name__)
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.base import Filesystem as Filesystem
-    from weakincentives.filesystem.branch_history import BranchHistory as BranchHistory
+    from weakincentives.filesystem.branch_log import BranchHistory as BranchHistory
+    from weakincentives.filesystem.branch_log import BranchInfo as BranchInfo
+    from weakincentives.filesystem.branch_log import branches_of as branches_of
     from weakincentives.filesystem.branches import Branch as Branch
-    from weakincentives.filesystem.branches import BranchInfo as BranchInfo
-    from weakincentives.filesystem.branches import branches_of as branches_of
     from weakincentives.filesystem.branches import drop_branch as drop_branch
     from weakincentives.filesystem.commands import CommandResult as CommandResult
     from weakincentives.filesystem.diffs import FileChange as FileChange

@@ -1,46 +1,46 @@
-"""Branches: a point in the history of a workspace and what differs from it, kept on disk.
-
-A branch is a private view that outlives its process. Each commit appends one line to its log: the
-steps that lead there, the digests of the contents, and what was at the changed paths before. The
-contents are in the branch's own store. So a branch costs its difference, a kill loses at most the
-commit in progress, and reading a branch reads its log.
-"""
+"""An open branch: a private view of a workspace that outlives its process."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import re
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from weakincentives import locks
 from weakincentives.call import ToolCall, call_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     FilesystemError,
-    HistoryDamaged,
-    NoSuchBranch,
     SnapshotExpired,
     WinkError,
-    WorkspaceLocked,
 )
 from weakincentives.filesystem.base import Reads, worded
+from weakincentives.filesystem.branch_log import (
+    NAME,
+    BranchBase,
+    BranchCommit,
+    BranchInfo,
+    Log,
+    base_of,
+    branch_named,
+    changed_between,
+    changed_by,
+    file_time,
+    make_store,
+    next_point,
+    point_now,
+    points_of,
+)
 from weakincentives.filesystem.changes import Changes
-from weakincentives.filesystem.diffs import Detail, FileChange, all_changed, file_changes
+from weakincentives.filesystem.diffs import diff_text, file_changes
 from weakincentives.filesystem.disk import HostFilesystem, PrivateView
 from weakincentives.filesystem.entry import Entry
-from weakincentives.filesystem.history import BRANCHES, Committed, Past, append_line
-from weakincentives.filesystem.journal import JOURNAL
+from weakincentives.filesystem.history import BRANCHES, Committed
 from weakincentives.filesystem.layers import (
     Changed,
-    Cover,
     Disk,
     Layer,
     Look,
@@ -50,375 +50,37 @@ from weakincentives.filesystem.layers import (
     xattrs_at,
 )
 from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
-from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
+from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts
 from weakincentives.filesystem.redo import MakeRedo, Redo, keep, pack, unpack
 from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
-from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import (
-    DirectoryLock,
     Limits,
-    Note,
     Objects,
     Store,
-    checked_parts,
-    location_of,
-    write_whole,
+    store_of,
 )
-from weakincentives.filesystem.tree import Held, Tree, remove_tree, xattrs_of
+from weakincentives.filesystem.tree import Held, remove_tree, xattrs_of
 from weakincentives.filesystem.workspace import Place, Workspace
-from weakincentives.state import no_links
 from weakincentives.text import letters
 
 R = TypeVar("R")
 
-_VERSION = 1
-_SEALS = "branch"
-_NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
-_FOR_RECOVERY = 10.0
-"""Seconds to wait for another process that does it."""
-_WHOLE = ("tx", "directory.lock", "open")
-"""What a store has beside its note, which is there first."""
 _KEPT = 1 << 20
 """Bytes; of a larger file the previous content is not kept, so that it cannot be text-merged."""
 _KEPT_BELOW = 1000
 """Files in a directory that is moved or removed whose content is kept; others are only noted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchCommit:
-    """A commit on a branch."""
-
-    call_id: str
-    tool: str
-    time: float
-    steps: tuple[Step, ...]
-    was: Mapping[Parts, Entry | None]
-    """What the branch saw at the changed paths before it first changed them."""
-    reads: frozenset[Parts] = frozenset()
-    undoes: tuple[str, ...] = ()
-    redo: Mapping[str, Any] | None = None
-    """What it holds for the session of the call, as JSON values."""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(sorted({join_path(each) for step in self.steps for each in step.changed}))
-
-    @property
-    def back_to(self) -> int | None:
-        """The number of commits whose state it has returned to, if it did nothing else."""
-        if len(self.steps) == 1 and self.steps[0].method == "back":
-            return cast("_Point", self.steps[0].content).serial
-        return None
-
-    @property
-    def digests(self) -> set[str]:
-        """The contents that it needs."""
-        entries = (*(step.node for step in self.steps), *self.was.values())
-        return {each.digest for each in entries if each is not None and each.digest is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchInfo:
-    """A branch as its log describes it; reading it takes no lock."""
-
-    name: str
-    base: int
-    """The serial, in the history of the workspace, of the last call before it."""
-    began: float
-    moment: int = 0
-    """When its base was, in nanoseconds since the epoch; 0 for the end of the call."""
-    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    commits: tuple[BranchCommit, ...] = ()
-    path: Path = Path()
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths that it changed, sorted."""
-        return tuple(sorted({path for each in self.commits for path in each.paths}))
-
-    @property
-    def calls(self) -> tuple[Committed, ...]:
-        """Its commits as entries of a history; serials count from 1."""
-        return tuple(
-            Committed(
-                serial=number,
-                call_id=each.call_id,
-                tool=each.tool,
-                time=each.time,
-                paths=each.paths,
-                size=0,
-                undoes=each.undoes,
-            )
-            for number, each in enumerate(self.commits, 1)
-        )
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether a process, or this one, has it open."""
-        try:
-            with Held(os.open(self.path / "lock", os.O_RDWR | os.O_NOFOLLOW)) as fd:
-                return locks.is_taken(fd)
-        except FileNotFoundError:
-            return False
-
-    @property
-    def size(self) -> int:
-        """The bytes that it takes on disk."""
-        return sum(each.lstat().st_size for each in self.path.rglob("*") if each.is_file())
-
-
-# The log
-
-
-class _Log:
-    """The file of a branch: a head, and one line for each commit."""
-
-    def __init__(self, folder: Path, note: Note) -> None:
-        self.path = folder / "log"
-        self.objects = Objects(folder / "objects")
-        self._folder = folder
-        self._seals = note.seals(_SEALS)
-        self._size = 0
-        self._device = _device_of(note.path)
-
-    def create(self, info: BranchInfo) -> None:
-        """Write the whole log."""
-        lines = b""
-        for text in (_head(info), *map(_encoded, info.commits)):
-            lines += self._seals.sealed(text, len(lines)) + b"\n"
-        write_whole(self.path, lines, safe=False)
-        self._size = len(lines)
-
-    def append(self, commit: BranchCommit) -> None:
-        line = self._seals.sealed(_encoded(commit), self._size)
-        if os.path.getsize(self.path) != self._size:
-            os.truncate(self.path, self._size)  # a line that a kill or a full disk cut short
-        append_line(self.path, line)
-        self._size += len(line) + 1
-
-    def read(self) -> BranchInfo:
-        """Return what is in the log; a last line that a kill cut short is left out.
-
-        Raises:
-            HistoryDamaged: It is damaged, or was not written by this user.
-        """
-        with open(self.path, "rb", opener=no_links) as file:
-            lines = file.read().split(b"\n")[:-1]
-        texts: list[Any] = []
-        place = 0
-        for line in lines:
-            text = self._seals.unsealed(line, place)
-            if text is None:
-                raise HistoryDamaged(
-                    f"The log of the branch {self._folder.name!r} is damaged ({self.path})"
-                )
-            texts.append(json.loads(text))
-            place += len(line) + 1
-        if not texts or texts[0].get("wink_branch") != _VERSION:
-            raise HistoryDamaged(f"{self.path} is not the log of a branch")
-        self._size = place
-        try:
-            commits = tuple(decoded_commit(each, self.objects, self._device) for each in texts[1:])
-        except (LookupError, TypeError, ValueError) as error:
-            raise HistoryDamaged(f"{self.path} has an invalid record: {error}") from error
-        head = texts[0]
-        return BranchInfo(
-            name=self._folder.name,
-            base=head["base"],
-            began=head["began"],
-            moment=head["moment"],
-            about=head["about"],
-            commits=commits,
-            path=self._folder,
-        )
-
-
-def _device_of(path: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_dev
-    return 0
-
-
-def _head(info: BranchInfo) -> bytes:
-    values = {"wink_branch": _VERSION, "base": info.base, "began": info.began}
-    return json.dumps(values | {"moment": info.moment, "about": dict(info.about)}).encode()
-
-
-def _encoded(commit: BranchCommit) -> bytes:
-    return json.dumps(commit_values(commit), separators=(",", ":")).encode()
-
-
-def commit_values(commit: BranchCommit) -> dict[str, Any]:
-    """Return a commit as JSON values; contents only as digests."""
-    steps = [
-        (
-            step.method,
-            "/".join(step.parts),
-            None if step.target is None else "/".join(step.target),
-            None if step.node is None else step.node.encode(),
-            _attributes(step.content) if step.method == "set_attributes" else None,
-            step.moment,
-            step.content.serial if step.method == "back" else 0,
-        )
-        for step in commit.steps
-    ]
-    values: dict[str, Any] = {
-        "call": commit.call_id,
-        "tool": commit.tool,
-        "time": commit.time,
-        "steps": steps,
-        "was": [("/".join(parts), each and each.encode()) for parts, each in commit.was.items()],
-        "reads": sorted("/".join(parts) for parts in commit.reads),
-        "undoes": commit.undoes,
-    }
-    if commit.redo is not None:
-        values["redo"] = commit.redo
-    return values
-
-
-def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
-    xattrs = given.get("xattrs")
-    shown = None if xattrs is None else [(name, value.hex()) for name, value in xattrs]
-    return {**given, "xattrs": shown}
-
-
-def decoded_commit(values: Mapping[str, Any], objects: Objects, device: int) -> BranchCommit:
-    """Return the commit of :func:`commit_values`; raises ValueError if they are malformed."""
-    return BranchCommit(
-        call_id=str(values["call"]),
-        tool=str(values["tool"]),
-        time=float(values["time"]),
-        steps=tuple(_step(each, objects, device) for each in values["steps"]),
-        was={checked_parts(path): each and Entry.decode(each) for path, each in values["was"]},
-        reads=frozenset(map(checked_parts, values["reads"])),
-        undoes=tuple(map(str, values["undoes"])),
-        redo=values.get("redo"),
-    )
-
-
-def _step(values: Sequence[Any], objects: Objects, device: int) -> Step:
-    method, path, target, entry, attributes, moment, serial = values
-    if method not in _METHODS:
-        raise ValueError(f"unknown step {method!r}")
-    node = None if entry is None else Entry.decode(entry)
-    if method == "write" and node is not None and node.ino > 0:  # under all names it has on disk
-        node = node._replace(device=device)
-    content: Any = None
-    if method == "set_attributes":
-        xattrs = attributes["xattrs"]
-        pairs = None if xattrs is None else tuple((n, bytes.fromhex(v)) for n, v in xattrs)
-        content = {**attributes, "xattrs": pairs}
-    elif method == "back":
-        content = _Point(int(serial))
-    elif node is not None and node.digest is not None:
-        content = partial(objects.read, node.digest)
-    where = None if target is None else checked_parts(target)
-    return Step(method, checked_parts(path), where, content, node, int(moment))
-
-
-_METHODS = frozenset(
-    {"write", "put_file", "make_directory", "remove", "rename", "copy", "add_name",
-     "set_attributes", "back", "base"}
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """The number of commits that precede a state of a branch."""
-
-    serial: int
-
-
-def add_points(points: list[Layer], commits: Iterable[BranchCommit], disk: Look) -> None:
-    """Append the state after each commit to the states before it."""
-    layer = points[-1]
-    for commit in commits:
-        for step in commit.steps:
-            layer = next_layer(layer, step, points, disk)
-        points.append(layer)
-
-
-def next_layer(layer: Layer, given: Step, points: Sequence[Layer], disk: Look) -> Layer:
-    """Return the state after a step."""
-    step = _on_linked(given, layer)
-    if step.method == "back":
-        return points[cast("_Point", step.content).serial]
-    if step.method == "base":
-        return layer.take(step.parts, disk)
-    layer = step.applied(layer)
-    if step.target is not None and step.node is not None:
-        layer = layer.put(step.target, Cover(step.node, step.content))
-    return layer
-
-
-def step_is_possible(step: Step, before: int) -> bool:
-    """Tell whether a step can follow so many commits: it returns to none that comes later."""
-    return step.method != "back" or 0 <= cast("_Point", step.content).serial <= before
-
-
-def _on_linked(step: Step, layer: Layer) -> Step:
-    """Return a write to a hard-linked file as one to the file that the layer has there.
-
-    Inode numbers differ on every machine, and those of copies each time a branch is opened.
-    """
-    node = step.node
-    if step.method != "write" or node is None or node.links < 2:
-        return step
-    there = node_at(layer, step.parts)
-    if there is None or there.kind != "file" or there.links < 2:
-        return step
-    return step._replace(node=node._replace(ino=there.ino, device=there.device))
-
-
-def changed_between(before: Layer, after: Layer) -> list[Parts]:
-    differing = before.differing(after)
-    return all_changed(differing.paths, differing.paths, differing.files, before, after)
-
-
-# An open branch
-
-
-class _Base(DirectoryAt):
-    """The state that a branch begins with. It knows which of its files the branch has read."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._read: dict[Parts, tuple[int, bytes]] = {}
-        """The change times and digests of files that were read."""
-        self.all_read_ns = 0
-        """When a command last saw everything."""
-
-    def read(self, parts: Parts) -> bytes:
-        with self.steady():
-            node, data = self.node(parts), super().read(parts)
-        self._read[parts] = 0 if node is None else node.ctime_ns, _digest(data)
-        return data
-
-    def was_seen(self, parts: Parts, node: Node) -> bool:
-        """Whether a file was read as it is now."""
-        if node.ctime_ns <= self.all_read_ns:
-            return True
-        ctime_ns, digest = self._read.get(parts, (-1, b""))
-        if ctime_ns in (-1, node.ctime_ns):
-            return ctime_ns == node.ctime_ns
-        # The rollback of a killed call may have put it back as it was.
-        return node.kind == "file" and _digest(super().read(parts)) == digest
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
 class _BranchWorkspace(Workspace):
     """The state shared by a branch and its views; it never changes the directory."""
 
-    def __init__(self, root: Path, store: Store, base: _Base, **options: Any) -> None:
+    def __init__(self, root: Path, store: Store, base: BranchBase, **options: Any) -> None:
         self.base = base
         self.points: list[Layer] = []
         """The state before the first commit, and after each."""
         super().__init__(root, store, limits=Limits(size=0), disk=base, **options)
 
-    def use(self, base: _Base) -> None:
+    def use(self, base: BranchBase) -> None:
         """Let the branch begin at another state."""
         self.base = base
         self.disk = self.reserved.without_hidden(base)
@@ -461,12 +123,12 @@ class Branch(PrivateView):
         store = Store(root, path=info.path, wait=wait)
         with contextlib.ExitStack() as opened:
             opened.callback(store.close)
-            self._log = _Log(info.path, store.note)
+            self._log = Log(info.path, store.note)
             if not self._log.path.exists():
                 if of is not None:
                     _copy_contents(of, info)
                 self._log.create(info if fill is None else fill(info))
-                # Now the history knows what the base needs: see the references of Past.
+                # Now the history knows what the base needs: see Past.needed_by.
                 now_ns = int(clock.time() * 1e9)
                 os.utime(info.path.parent, ns=(now_ns, now_ns))
             info = self._log.read()
@@ -478,12 +140,12 @@ class Branch(PrivateView):
         self.store = info.path.parent.parent  # that of the workspace, for runs and sandboxes
         self._clock = clock
         self._place = None
-        self._begin(info)
-        self._look = self._edit = self._staging = Staging(workspace.disk, store)
         self._branched = workspace
-        self._show(info.commits)
+        self._look = self._edit = self._staging = Staging(workspace.disk, store)
+        self._begin(info)
 
     def _begin(self, info: BranchInfo) -> None:
+        """Show the commits of a branch over its base."""
         self.info = info
         self._began_ns = int(info.began * 1e9) + 1000  # as exact as a float is
         self._was: dict[Parts, Entry | None] = {}
@@ -493,6 +155,9 @@ class Branch(PrivateView):
         """What it read before its last commit."""
         self._note_commits(info.commits)
         self._reads = Reads(touched=set(self._logged))
+        self._branched.points = points_of(self._branched.disk, info.commits)
+        self._staging.base = self._branched.disk
+        self._staging.state = State(self._branched.points[-1])
 
     # Making, opening
 
@@ -555,11 +220,6 @@ class Branch(PrivateView):
         return self.info.name
 
     @property
-    def state(self) -> Layer:
-        """Its files as they are now."""
-        return self._staging.layer
-
-    @property
     def contents(self) -> Objects:
         """The contents that its commits need."""
         return self._log.objects
@@ -598,24 +258,27 @@ class Branch(PrivateView):
         undoes: Sequence[str],
         redo: MakeRedo | None,
     ) -> None:
-        number = len(self.info.commits) + 1
+        serial = len(self.info.commits) + 1
         was = dict(self._seen(steps))  # first: to store what is moved reads it
+        stored = tuple(self._all_stored(steps))
         commit = BranchCommit(
-            call_id=call.id if call else f"undo_{number}" if undoes else f"direct_{number}",
+            serial=serial,
+            call_id=call.id if call else f"undo_{serial}" if undoes else f"direct_{serial}",
             tool="" if call is None else call.name,
             time=self._clock.time(),
-            steps=tuple(self._all_stored(steps)),
+            paths=changed_by(stored),
+            undoes=tuple(undoes),
+            steps=stored,
             was=was,
             reads=frozenset(self._reads.touched - self._logged if self._reads else ()),
-            undoes=tuple(undoes),
+            redo=redo and pack(redo(), self._log.objects, safe=self._branched.store.safe),
         )
-        if redo is not None:
-            record = pack(redo(), self._log.objects, safe=self._branched.store.safe)
-            commit = replace(commit, redo=record.get("redo"))
         self._log.append(commit)
         self.info = replace(self.info, commits=(*self.info.commits, commit))
         self._note_commits([commit])
-        self._show([commit])
+        points = self._branched.points
+        points.append(next_point(points, commit, self._branched.disk))
+        self._staging.state = State(points[-1])
 
     def _note_commits(self, commits: Iterable[BranchCommit]) -> None:
         """Note what commits read, and what they saw before they changed it."""
@@ -624,14 +287,6 @@ class Branch(PrivateView):
             self._whole.update(*map(_wholes, commit.steps))
             for parts, entry in commit.was.items():
                 self._was.setdefault(parts, entry)
-
-    def _show(self, commits: Iterable[BranchCommit]) -> None:
-        """Let the branch show some more commits."""
-        points = self._branched.points
-        if not points:
-            points.append(Layer(self._branched.disk))
-        add_points(points, commits, self._branched.disk)
-        self._staging.state = State(points[-1])
 
     def _all_stored(self, steps: Iterable[Step]) -> Iterator[Step]:
         layer = self._branched.points[-1]
@@ -727,15 +382,12 @@ class Branch(PrivateView):
     def _go_to(self, place: Place, state: State | None = None) -> None:
         layer = self._branched.points[place.serial] if state is None else state.layer
         steps = () if state is None else state.steps
-        back = Step("back", (), content=_Point(place.serial))
+        back = Step("back", (), content=place.serial)
         self._staging.state = State(layer, (*self._staging.state.steps, back, *steps))
 
     def fork(self) -> HostFilesystem:
         with self._workspace.lock, self._lock:
-            return _BranchView(self)
-
-    def fork_in_place(self) -> HostFilesystem:
-        return self.fork()
+            return _BranchView(self, self._staging.layer)
 
     # History
 
@@ -743,38 +395,33 @@ class Branch(PrivateView):
         pass
 
     def history(self) -> tuple[Committed, ...]:
-        return self.info.calls
+        return self.info.commits
 
     def newest_first(self) -> Iterator[Committed]:
-        return reversed(self.info.calls)
+        return reversed(self.info.commits)
 
     @property
     def holds_redo(self) -> bool:
         return True
 
     def redo_of(self, call: Committed) -> Redo | None:
-        return _redo_of(self.info.commits[call.serial - 1], self._log.objects)
+        return unpack(self.info.commits[call.serial - 1].redo, self._log.objects)
 
     def at(self, number: int) -> Look:
         """Return the files after so many commits of the branch."""
         return self._branched.points[number]
 
     def diff(self, call_id: str) -> str:
-        from weakincentives.filesystem.diffs import diff_text
-
-        return diff_text(self.changes_of(self._serial_of(call_id)))
-
-    def changes_of(self, number: int, detail: Detail | None = None) -> tuple[FileChange, ...]:
-        """Return what a commit changed, file by file."""
-        before, after = self._branched.points[number - 1 : number + 1]
-        return tuple(file_changes(changed_between(before, after), before, after, detail=detail))
+        serial = self._serial_of(call_id)
+        before, after = self._branched.points[serial - 1 : serial + 1]
+        return diff_text(file_changes(changed_between(before, after), before, after))
 
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
         points = self._branched.points
         return changed_between(points[0], points[-1]), points[0], points[-1]
 
     def _serials_of(self, calls: Sequence[str | Committed]) -> list[int]:
-        known = {each.call_id: number for number, each in enumerate(self.info.commits, 1)}
+        known = {each.call_id: each.serial for each in self.info.commits}
         for each in calls:
             if isinstance(each, str) and each not in known:
                 raise LookupError(f"the branch {self.name!r} has no call {each!r}")
@@ -914,11 +561,8 @@ class Branch(PrivateView):
     @contextlib.contextmanager
     def merging(self, *, strict: bool = False, prefer: Prefer | None = None) -> Generator[Merge]:
         """Yield what merging into the workspace as it is now would change; it changes nothing."""
-        now = base_of(self.root, self._based_on_now())
-        try:
+        with contextlib.closing(base_of(self.root, self._based_on_now())) as now:
             yield self.plan(now, strict=strict, prefer=prefer)
-        finally:
-            now.close()
 
     def _based_on_now(self) -> BranchInfo:
         serial, now_ns = point_now(self.root, self.info.path.parent.parent)
@@ -940,44 +584,31 @@ class Branch(PrivateView):
     ) -> tuple[str, ...]:
         """Move the branch to the workspace as it is now; returns the paths others had changed too.
 
-        The changes of the branch stay, merged with those of others.
-
-        Args:
-            strict: Files that the branch read and others have changed since are conflicts.
-            prefer: Whose version of a conflicting path to take.
-            tell: Is told the conflicts, and what was changed there, before anything is done.
-
-        Raises:
-            MergeConflict: Both changed the same places; nothing is rebased.
+        The changes of the branch stay, merged with those of others: see :meth:`merge_into`.
+        ``tell`` gets the plan, with its conflicts, before anything is done.
         """
         info = self._based_on_now()
-        base = base_of(self.root, info)
-        try:
+        with contextlib.closing(base_of(self.root, info)) as base:
             plan = self.plan(base, strict=strict, prefer=prefer)
             plan.check()
             if tell is not None:
                 tell(plan)
-            repeated = self._repeated(base)
+            repeated = points_of(base, self.info.commits)[-1]
             steps = tuple(self._stored(step, repeated) for step in plan.steps(repeated))
             was = {parts: self._now(base, parts) for parts in self._was}
-        finally:
-            base.close()
+        serial = len(self.info.commits) + 1
         commit = BranchCommit(
-            call_id=f"rebase_{len(self.info.commits) + 1}",
+            serial=serial,
+            call_id=f"rebase_{serial}",
             tool="rebase",
             time=self._clock.time(),
+            paths=changed_by(steps),
             steps=steps,
             was=was,
         )
         own = [replace(each, was={}, reads=frozenset()) for each in self.info.commits]
         self._begin_anew(replace(info, commits=(*own, commit)))
         return commit.paths
-
-    def _repeated(self, base: Look) -> Layer:
-        """Return what the branch's commits lead to from another state."""
-        points = [Layer(base)]
-        add_points(points, self.info.commits, base)
-        return points[-1]
 
     def _now(self, base: Look, parts: Parts) -> Entry | None:
         node = node_at(base, parts)
@@ -987,18 +618,11 @@ class Branch(PrivateView):
         workspace = self._branched
         base = base_of(self.root, info)
         for commit in self.info.commits if not info.commits else ():
-            keep(self.store, _redo_of(commit, self._log.objects))
+            keep(self.store, unpack(commit.redo, self._log.objects))
         self._log.create(info)
         workspace.base.close()
         workspace.use(base)
         self._begin(info)
-        self._staging.base = workspace.disk
-        workspace.points.clear()
-        self._show(info.commits)
-
-
-def _redo_of(commit: BranchCommit, objects: Objects) -> Redo | None:
-    return None if commit.redo is None else unpack({"redo": commit.redo}, objects)
 
 
 def _wholes(step: Step) -> set[Parts]:
@@ -1009,8 +633,8 @@ def _wholes(step: Step) -> set[Parts]:
 class _BranchView(PrivateView):
     """A call's view of a branch."""
 
-    def __init__(self, branch: Branch) -> None:
-        super().__init__(branch, branch.state, None)
+    def __init__(self, branch: Branch, state: Layer) -> None:
+        super().__init__(branch, state, None)
         self._branch = branch
         self._began_ns = self._workspace.now_ns()
 
@@ -1033,34 +657,6 @@ def _copy_contents(branch: BranchInfo, other: BranchInfo) -> None:
 
 def _never(place: object) -> None:
     raise AssertionError("a branch that went back is not replayed")
-
-
-def branches_of(
-    root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
-) -> tuple[BranchInfo, ...]:
-    """Return the branches of a workspace, oldest first. Takes no lock."""
-    main = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
-    Note.read(main)
-    found: list[BranchInfo] = []
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(main / BRANCHES)):
-            with contextlib.suppress(FileNotFoundError, NoSuchBranch):
-                found.append(branch_named(root, name, store=main))
-    return tuple(sorted(found, key=lambda each: each.began))
-
-
-def branch_named(
-    root: str | os.PathLike[str], name: str, *, store: str | os.PathLike[str] | None = None
-) -> BranchInfo:
-    """Return a branch of a workspace; raises NoSuchBranch if there is none of this name."""
-    main = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
-    folder = main / BRANCHES / name
-    if _NAME.fullmatch(name):
-        with contextlib.suppress(FileNotFoundError):
-            note = Note.read(folder)
-            if note is not None:
-                return _Log(folder, note).read()
-    raise NoSuchBranch(f"there is no branch {name!r}")
 
 
 def drop_branch(
@@ -1096,10 +692,10 @@ def new_branch(
 
     It begins with the workspace as it is now, or after the call ``at`` and at a moment after it.
     """
-    main = location_of(root) if store is None else Path(os.path.realpath(store))
+    main = store_of(root, store)
     make_store(root, main)
     name = name or _free_name(main)
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise FilesystemError(
             f"{name!r} cannot be the name of a branch: use lower-case letters, digits, dots"
             " and dashes"
@@ -1117,68 +713,6 @@ def new_branch(
         about=dict(about or {}),
         path=folder,
     )
-
-
-def base_of(root: Path, info: BranchInfo) -> _Base:
-    """Return the base of a branch."""
-    main = info.path.parent.parent
-    note = Note.read(main)
-    assert note is not None
-    past, recover = Past(main, note.seals(JOURNAL)), partial(recover_killed, root, main)
-    moment = info.moment or None
-    return _Base(main, past, Disk(Tree(root)), info.base, recover=recover, moment=moment)
-
-
-def make_store(root: Path, main: Path) -> Note:
-    """Make the store of a workspace, unless it is there, and return the note in it.
-
-    One that a kill has left half made is completed; processes that do so at once wait.
-    """
-    note = Note.read(main)
-    if note is None or not all((main / each).exists() for each in _WHOLE):
-        HostFilesystem(root, store=main, shared=True, wait=_FOR_RECOVERY).close()
-        note = Note.read(main)
-    assert note is not None
-    return note
-
-
-def point_now(root: Path, main: Path) -> tuple[int, int]:
-    """Return the newest serial of a workspace that holds no uncommitted changes, and the time."""
-    recover_killed(root, main)
-    note = Note.read(main)
-    assert note is not None
-    lock = DirectoryLock(main)
-    try:
-        with lock.reading():
-            serial = last_serial(main, note)
-    finally:
-        lock.close()
-    return serial, file_time(main)
-
-
-def last_serial(main: Path, note: Note) -> int:
-    """Return the newest serial in the history of a workspace."""
-    return Past(main, note.seals(JOURNAL)).last
-
-
-def file_time(main: Path) -> int:
-    """Return the time as files have it, in nanoseconds: one that changes later has a later one."""
-    os.utime(main / "tx")
-    return os.stat(main / "tx").st_ctime_ns
-
-
-def recover_killed(root: Path, main: Path) -> None:
-    """Roll back the call of a killed process, if it left one, or wait for the process that does."""
-    until, pause = SYSTEM_CLOCK.monotonic() + _FOR_RECOVERY, threading.Event()
-    with contextlib.suppress(FileNotFoundError):
-        while os.stat(main / "tx" / "journal").st_size and SYSTEM_CLOCK.monotonic() < until:
-            with Held(os.open(main / "lock", os.O_RDWR | os.O_NOFOLLOW)) as fd:
-                is_held = locks.is_taken(fd)
-            if is_held:
-                pause.wait(0.002)
-            else:
-                with contextlib.suppress(WorkspaceLocked):  # by one that was faster
-                    HostFilesystem(root, store=main, shared=True, wait=0).close()
 
 
 def _free_name(main: Path) -> str:

@@ -242,24 +242,14 @@ class Changes:
         with self._change(record):
             apply_entry(self.tree, parts, wanted)
 
-    def found(
-        self,
-        parts: Parts,
-        before: Entry | None,
-        source: Source | None = None,
-        times: tuple[tuple[Parts, int], ...] = (),
-        twin: Parts | None = None,
-    ) -> None:
-        """Record that another program changed a path; undo restores ``before``.
+    def found(self, record: Record) -> None:
+        """Record that another program changed a path.
 
-        Directories come before their entries. ``source`` has a file's content; directory ``times``
-        are set last. The ``twin``, another hard link of the file, is recorded later and so
+        Directories come before their entries. The ``twin`` of a hard link is recorded later and so
         restored earlier.
         """
-        self._forget_below(parts)
-        self._append(
-            Record(op="was", path=parts, before=before, source=source, times=times, twin=twin)
-        )
+        self._forget_below(record.path)
+        self._append(record)
 
     def forget_from(self, count: int) -> None:
         """Drop all records after the first ``count`` without undoing them."""

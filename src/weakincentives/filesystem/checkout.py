@@ -1,4 +1,4 @@
-"""Commits of git repositories that nobody trusts: checked out, and compared with a directory.
+"""Commits of untrusted git repositories: checked out, and compared with a directory.
 
 Git works in a repository of our own that borrows the objects. So the settings, hooks and filters
 of the repository, and those of the user, are not in effect, whatever ``.gitattributes`` says.
@@ -101,7 +101,7 @@ def _check_plain(own: Path, commit: str) -> None:
 
 @contextmanager
 def _repository(repository: str, commit: str) -> Generator[Path]:
-    """Give a repository of our own that has a commit of another one."""
+    """Give a repository of our own with a commit of the given one."""
     if os.path.isdir(repository):
         told = _git(["rev-parse", "--git-path", "objects"], at=Path(repository))
         objects = Path(repository, os.fsdecode(told.rstrip(b"\n")))
@@ -158,6 +158,7 @@ def _git(
     """Return the output of a git command, which may run no other program.
 
     Args:
+        arguments: The command and its own, after options of git itself.
         own: The repository; the one of the directory by default.
         at: The directory.
         is_ours: Without the user's settings; a fetch needs them, for proxies and credentials.
@@ -178,12 +179,9 @@ def _git(
         environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
     options = [part for each in _SAFE for part in ("-c", each)]
     place = [] if own is None else [f"--git-dir={own}"]
-    # Options of git itself come before the command.
-    top = [each for each in arguments if each.startswith("--work-tree=")]
-    rest = [each for each in arguments if not each.startswith("--work-tree=")]
     try:
         done = subprocess.run(
-            [git, *options, *place, *top, *rest],
+            [git, *options, *place, *arguments],
             cwd=at or own,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -196,5 +194,6 @@ def _git(
         raise FilesystemError(f"git failed: {error}") from error
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise FilesystemError(f"git {rest[0]} failed: {lines[-1] if lines else done.returncode}")
+        command = next(each for each in arguments if not each.startswith("--"))
+        raise FilesystemError(f"git {command} failed: {lines[-1] if lines else done.returncode}")
     return done.stdout

@@ -411,7 +411,7 @@ class HostFilesystem(OnDisk):
     @property
     def holds_redo(self) -> bool:
         history = self._workspace.history
-        return history.limits.size > 0 or history.references.oldest() is not None
+        return history.limits.size > 0 or history.oldest_needed() is not None
 
     def commit_with(self, redo: MakeRedo) -> None:
         self._redo = redo

@@ -63,10 +63,10 @@ from weakincentives.filesystem.store import (
     Store,
     checked_parts,
     left_in,
-    location_of,
     may_compress,
     open_store,
     present_in,
+    store_of,
     write_note,
     write_whole,
 )
@@ -113,29 +113,6 @@ class Delta:
     """Contents that the call left, by digest; None for those among the objects."""
 
 
-class References:
-    """What needs calls or objects of the history, besides the history itself.
-
-    Asked before anything is removed. Whatever else refers to them on disk or in memory adds a
-    function here.
-    """
-
-    def __init__(self) -> None:
-        self.serials: list[Callable[[], int | None]] = []
-        """Each returns the call after which nothing may be removed; None if it needs none."""
-        self.digests: list[Callable[[], Iterable[str]]] = []
-        """Each returns the objects that it needs."""
-
-    def oldest(self) -> int | None:
-        """Return the call after which nothing may be removed; None if none is needed."""
-        found = [serial for each in self.serials if (serial := each()) is not None]
-        return min(found, default=None)
-
-    def objects(self) -> set[str]:
-        """Return the digests of the needed objects."""
-        return {digest for each in self.digests for digest in each()}
-
-
 BRANCHES = "branches"
 """The folder with the branches of a workspace, each with a file ``log``."""
 
@@ -179,8 +156,8 @@ class Past:
 
     def __init__(self, store: Path, seals: Seals, *, room: int = 0) -> None:
         self.objects = Objects(store / "objects")
-        self.references = References()
-        self.references.serials.append(_Bases(store))
+        self.needed_by: list[Callable[[], int | None]] = [_Bases(store)]
+        """Each returns the call after which nothing may be removed; None if it needs none."""
         self._path = store / "history"
         self._seals = seals
         self._sizes: dict[int, int] | None = None
@@ -265,7 +242,7 @@ class Past:
             meta = read_commit(self._file(serial), self._seals)
         except FileNotFoundError:  # trimmed
             return None
-        return None if meta is None else unpack(meta, self.objects)
+        return None if meta is None else unpack(meta.get("redo"), self.objects)
 
     def entries(
         self, serial: int
@@ -348,14 +325,14 @@ class Past:
         self._sizes = None
 
     def refresh(self) -> None:
-        """Look again, if anything has changed since the last time; for those who only read."""
+        """Look again, if anything has changed since the last time; for readers without the lock."""
         changed_at = self.changed_at()
         if changed_at != self._seen_at:
             self.look_again()
             self._seen_at = changed_at
 
     def changed_at(self) -> tuple[int, int]:
-        """Return a value that is another one after every commit and trim."""
+        """Return a value that differs after every commit and trim."""
         changed = size = 0
         with contextlib.suppress(FileNotFoundError):
             changed = os.stat(self._path).st_mtime_ns
@@ -378,8 +355,13 @@ class Past:
         self._index = changed_at, found
         return found
 
+    def oldest_needed(self) -> int | None:
+        """Return the call after which nothing may be removed; None if none is needed."""
+        found = [serial for each in self.needed_by if (serial := each()) is not None]
+        return min(found, default=None)
+
     def beyond(self, limits: Limits, now: float) -> Iterator[int]:
-        """Yield the calls that exceed some limits, oldest first; none that something needs."""
+        """Yield the calls beyond some limits, oldest first, up to the oldest one still needed."""
         sizes = self._known()
         if self._total is None:
             self._total = sum(sizes.values())
@@ -389,7 +371,7 @@ class Past:
             if not limits.are_exceeded(total, count, functools.partial(self._time, serial), now):
                 return
             if needed is None:  # asked only then: every commit comes here
-                oldest = self.references.oldest()
+                oldest = self.oldest_needed()
                 needed = math.inf if oldest is None else oldest
             # That call itself stays, too: serials go on from the newest.
             if serial >= needed:
@@ -399,9 +381,12 @@ class Past:
 
     def uses(self) -> Uses:
         """Return how many calls refer to each object."""
-        uses = Uses(self, self._known())
+        uses = self._counting()
         uses.count(sys.maxsize)
         return uses
+
+    def _counting(self) -> Uses:
+        return Uses(self, self._known())
 
     def _time(self, serial: int) -> float:
         """Return when a call was committed, without reading its entry; 0 if the entry is gone."""
@@ -526,11 +511,8 @@ class History(Past):
 
     def copy_tree(self, delta: Delta, saved: str, tree: Tree, name: str) -> None:
         """Copy a directory that a call removed."""
-        trees = Tree(self.trees(delta.committed.serial))
-        try:
+        with contextlib.closing(Tree(self.trees(delta.committed.serial))) as trees:
             copy_exactly(trees, (saved,), tree, (name,))
-        finally:
-            trees.close()
 
     # Adding
 
@@ -553,7 +535,7 @@ class History(Past):
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
             return None
-        if self.limits.size <= 0 and self.references.oldest() is None:
+        if self.limits.size <= 0 and self.oldest_needed() is None:
             self._trim()
             self.journal.cut(0)  # no history: dropping the journal is the commit
             return None
@@ -571,9 +553,10 @@ class History(Past):
             "undoes": list(undoes),
             "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
         }
-        if redo is not None:
-            meta |= pack(redo(), self.objects, safe=self.store.safe)
-            if digest := object_in(meta):
+        packed = None if redo is None else pack(redo(), self.objects, safe=self.store.safe)
+        if packed is not None:
+            meta["redo"] = packed
+            if digest := object_in(packed):
                 meta["kept"][digest] = None  # counted like other contents
         commit = Record(op="commit", data=meta)
         self.journal.append(commit)
@@ -587,7 +570,7 @@ class History(Past):
             self._last = serial
             return None
         self._trim()
-        if self._seen_at != _NEVER:  # nobody else can have added anything meanwhile
+        if self._seen_at != _NEVER:  # no other process can have added anything meanwhile
             self._seen_at = self.changed_at()
         return serial
 
@@ -631,7 +614,7 @@ class History(Past):
         self._last = max(self._last, serial)
 
     def _add_to_index(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever needs the line then reads the entry
+        with contextlib.suppress(OSError):  # without the line, the entry itself is read
             try:
                 append_line(self._path / INDEX, line)
             except FileNotFoundError:
@@ -650,7 +633,7 @@ class History(Past):
         """Return the full entries that the records replaced, and the bytes to be added."""
         entries: dict[int, Entry] = {}
         total = 0
-        limit = self.limits.size if self.references.oldest() is None else sys.maxsize
+        limit = self.limits.size if self.oldest_needed() is None else sys.maxsize
         found = list(replaced(records, self.store.tree, tree, limit))
         for index, record in enumerate(records):
             if record.source is not None and record.after is None and record.before is not None:
@@ -754,10 +737,9 @@ class History(Past):
         """Remove all entries beyond some limits at once; returns how many."""
         return self._remove_beyond(limits, sys.maxsize)
 
-    def uses(self) -> Uses:
-        uses = self._uses = self._uses or Uses(self, self._known())
-        uses.count(sys.maxsize)
-        return uses
+    def _counting(self) -> Uses:
+        self._uses = self._uses or super()._counting()
+        return self._uses
 
     def remove_stray_trees(self) -> None:
         """Remove directories whose entry was trimmed just before a kill."""
@@ -772,7 +754,7 @@ class History(Past):
         beyond = list(itertools.islice(self.beyond(limits, self._clock.time()), most))
         if not beyond:
             return 0
-        uses = self._uses = self._uses or Uses(self, self._known())
+        uses = self._counting()
         if not uses.count(most):
             return 0
         try:
@@ -783,11 +765,10 @@ class History(Past):
         return len(beyond)
 
     def _remove(self, serials: Iterable[int], uses: Uses) -> None:
-        needed = self.references.objects()
         for serial in serials:
             keep(self.store.path, self.redo(serial))
             # The entry last: after a kill, the next trim finds it again.
-            for digest in uses.forget(serial) - needed:
+            for digest in uses.forget(serial):
                 self.store.objects.remove(digest)
             self._file(serial).unlink(missing_ok=True)
             remove_tree(self.trees(serial))
@@ -1002,7 +983,7 @@ def adopt_store(
         WorkspaceLocked: The workspace is open elsewhere.
     """
     root = Path(os.path.realpath(root))
-    path = location_of(root) if store is None else Path(os.path.realpath(store))
+    path = store_of(root, store)
     with Held(open_store(path)) as fd:
         lock = ProcessLock(fd, root, wait=None, alone=True)
     try:

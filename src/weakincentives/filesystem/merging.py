@@ -19,9 +19,9 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import MergeConflict
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import FileChange, file_changes
-from weakincentives.filesystem.entry import Entry, Xattrs, apply_entry, create, new_file
+from weakincentives.filesystem.entry import Entry, apply_entry, create, new_file
 from weakincentives.filesystem.layers import Forward, Look, Node, walk, xattrs_at
-from weakincentives.filesystem.paths import Parts, join_path, shown
+from weakincentives.filesystem.paths import Parts, join_path, outermost, shown
 from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import write_all
@@ -86,7 +86,7 @@ class _Side:
         return self.has_content_of(other)
 
     def has_content_of(self, other: _Side) -> bool:
-        """Compare contents; one that is not known is another, unless it is the very same file."""
+        """Compare contents; an unknown one differs, unless it is the very same file."""
         if self.node is None or other.node is None or self.kind != other.kind:
             return self.node is other.node
         if self.kind not in ("file", "link"):
@@ -105,7 +105,7 @@ class _Put(NamedTuple):
     parts: Parts
     node: Entry
     data: bytes | None = None
-    """The content of a merged file; that of the others is the branch's."""
+    """The content of a merged file; other files have the branch's."""
 
 
 class _Before(Forward):
@@ -273,7 +273,7 @@ class Merge:
     def _check_added(self) -> None:
         """Find what others added where the branch has no directory any more."""
         tops = {put.parts for put in self._put.values() if put.node.kind != "directory"}
-        for parts in _outermost(tops | self._removed):
+        for parts in outermost(tops | self._removed):
             for inner, _ in walk(self.theirs, [parts]):
                 if inner not in self._removed and inner not in self._put:
                     self.conflicts[inner] = "was added in a directory that the branch removes"
@@ -325,7 +325,7 @@ class Merge:
         """Return what a branch has to change after its steps were repeated over the directory."""
         now = int(SYSTEM_CLOCK.time() * 1e9)
         found = [Step("base", parts) for parts in sorted(self._theirs)]
-        removed = _outermost(self._removed)
+        removed = outermost(self._removed)
         found += [Step("remove", each) for each in removed if node_at(replayed, each) is not None]
         for parts, node, data in sorted(self._put.values()):
             ours = _Side(node, self.ours, parts, data)
@@ -341,7 +341,9 @@ class Merge:
             target = os.fsdecode(ours.data)
             yield Step("put_file", parts, None, None, node._replace(target=target), now)
         elif node.kind == "file":
-            fresh = node._replace(device=0, links=1, digest=None, xattrs=self.xattrs(parts))
+            fresh = node._replace(
+                device=0, links=1, digest=None, xattrs=xattrs_at(self.ours, parts)
+            )
             yield Step("write", parts, None, ours.data, fresh, now)
 
     # Applying
@@ -350,7 +352,7 @@ class Merge:
         """Make the planned changes, as a part of an open transaction."""
         # First of all: what the branch shows may be what is about to be replaced.
         staged = [(put, self._staged(changes, put)) for put in sorted(self._put.values())]
-        for parts in _outermost(self._removed):
+        for parts in outermost(self._removed):
             changes.remove(parts)
         for put, place in staged:
             self._clear(changes, put)
@@ -400,16 +402,13 @@ class Merge:
         if node.kind == "file":
             with new_file(None, place) as fd:
                 write_all(fd, self.ours.read(parts))
-            node = node._replace(xattrs=self.xattrs(parts))
+            node = node._replace(xattrs=xattrs_at(self.ours, parts))
         else:
             target = self.ours.link_target(parts) if node.kind == "link" else None
             create(store.tx_fd, place.name, node._replace(target=target))
         owned = node if node.ctime_ns else node._replace(uid=os.geteuid(), gid=os.getegid())
         apply_entry(store.tree, (place.name,), owned)
         return place
-
-    def xattrs(self, parts: Parts) -> Xattrs:
-        return xattrs_at(self.ours, parts)
 
 
 _UNKNOWN = Entry("other")
@@ -427,15 +426,6 @@ def node_at(look: Look, parts: Parts) -> Node | None:
 def has_content(look: Look, parts: Parts, entry: Entry) -> bool:
     """Whether there is a file with the content of an entry at a path."""
     return _Side(node_at(look, parts), look, parts).has_content_of(_Side(entry, None, parts))
-
-
-def _outermost(paths: Iterable[Parts]) -> list[Parts]:
-    """Return the paths that are not below another one, sorted."""
-    found: list[Parts] = []
-    for parts in sorted(paths):
-        if not found or parts[: len(found[-1])] != found[-1]:
-            found.append(parts)
-    return found
 
 
 def _difference(before: _Side, ours: _Side, theirs: _Side) -> str:

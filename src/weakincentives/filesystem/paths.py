@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,6 +98,15 @@ def split_path(path: str, root: Parts = (), real: Sequence[Parts] = ()) -> Parts
 def join_path(parts: Parts) -> str:
     """Return the relative path that :func:`split_path` took apart."""
     return "/".join(parts) or "."
+
+
+def outermost(paths: Iterable[Parts]) -> list[Parts]:
+    """Return the paths that are not below another of them, sorted."""
+    found: list[Parts] = []
+    for parts in sorted(paths):
+        if not found or parts[: len(found[-1])] != found[-1]:
+            found.append(parts)
+    return found
 
 
 def shown(path: str) -> str:

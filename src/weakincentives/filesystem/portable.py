@@ -16,7 +16,7 @@ import marshal
 import os
 import stat
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -24,43 +24,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged, WinkError
-from weakincentives.filesystem.branches import (
-    Branch,
+from weakincentives.filesystem.branch_log import (
     BranchCommit,
     BranchInfo,
     base_of,
     commit_values,
     decoded_commit,
     file_time,
-    last_serial,
     make_store,
-    new_branch,
     next_layer,
-    recover_killed,
-    step_is_possible,
+    steady_point,
 )
+from weakincentives.filesystem.branches import Branch, new_branch
 from weakincentives.filesystem.checkout import check_out, clean_commit
 from weakincentives.filesystem.entry import (
     Entry,
-    apply_entry,
     checked_digest,
-    create,
-    link,
     new_file,
 )
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.filesystem.layers import Layer, Look
 from weakincentives.filesystem.merging import node_at
+from weakincentives.filesystem.new_tree import NewTree, new_directory
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Step, numbers
 from weakincentives.filesystem.store import (
-    DirectoryLock,
     Note,
     Objects,
     checked_parts,
     location_of,
+    store_of,
     write_whole,
 )
 from weakincentives.filesystem.transfer import (
@@ -71,17 +66,14 @@ from weakincentives.filesystem.transfer import (
     decoded_pieces,
     fetch_contents,
     fetch_object,
-    size_of,
     upload_contents,
     zero_fill,
 )
 from weakincentives.filesystem.tree import (
     Held,
     Tree,
-    remove_tree,
     set_xattrs,
     sync_all,
-    without_default_acl,
     without_privileges,
     xattrs_of,
 )
@@ -102,7 +94,7 @@ __all__ = [
 _VERSION = 1
 _CACHE = "stored-tree"
 _TRIES = 5
-"""How often a file that changes while it is read is read again."""
+"""Attempts to read a file that changes meanwhile."""
 _OWN = -1
 """Stands for the user who has the workspace."""
 
@@ -161,35 +153,16 @@ def store_tree(
         store: The store of the workspace; beside it by default.
     """
     root = Path(os.path.realpath(directory))
-    main = location_of(root) if store is None else Path(os.path.realpath(store))
+    main = store_of(root, store)
     note = make_store(root, main)
-    scan = _Scan(root, main, note, objects, IgnoredFiles(root) if gitignore else None)
-    try:
+    ignored = IgnoredFiles(root) if gitignore else None
+    with contextlib.closing(_Scan(root, main, note, objects, ignored)) as scan:
         if not scan.known:
             scan.run()
-        recover_killed(root, main)
-        lock = DirectoryLock(main)
-        try:
-            with lock.reading():
-                serial, moment = last_serial(main, note), file_time(main)
-                key = scan.run()
-        finally:
-            lock.close()
+        with steady_point(root, main) as (serial, moment):
+            key = scan.run()
         scan.save()
-    finally:
-        scan.close()
     return Base(kind="tree", tree=key, serial=serial, moment=moment)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a path had when it was stored; valid while its change time is the same."""
-
-    ino: int
-    ctime_ns: int
-    xattrs: tuple[tuple[str, bytes], ...]
-    digest: str | None
-    pieces: Pieces
 
 
 class _Scan:
@@ -210,8 +183,8 @@ class _Scan:
         self._objects = objects
         self._ignored = ignored
         self._hidden = set(Reserved(root, store=main).hidden)
-        self._new: dict[Parts, _Known] = {}
         self.known = self._load()
+        """What each path had when it was stored; valid while its change time is the same."""
 
     def close(self) -> None:
         self._tree.close()
@@ -220,7 +193,7 @@ class _Scan:
         """Store the directory as it is now; returns the key of the tree."""
         began_ns = file_time(self._main)
         packer = Packer(self._objects)
-        keys = {piece[0] for each in self.known.values() for piece in each.pieces}
+        keys = {piece.key for _, pieces in self.known.values() for piece in pieces}
         gone = self._objects.missing(keys) if keys else set[str]()
         found: list[tuple[Parts, Entry, Sequence[Piece]]] = []
         for parts, status in self._walk():
@@ -228,15 +201,10 @@ class _Scan:
             if entry is not None:
                 found.append((parts, entry, pieces))
         packer.flush()
-        rows: list[tuple[Parts, Entry, Pieces]] = []
-        fresh: dict[Parts, _Known] = {}
-        for parts, entry, pieces in found:
-            placed = packer.placed(pieces)
-            rows.append((parts, entry, placed))
-            # A later change has a later time; one at the same time cannot be told.
-            if entry.ctime_ns < began_ns:
-                fresh[parts] = _Known(entry.ino, entry.ctime_ns, entry.xattrs, entry.digest, placed)
-        self.known = self._new = fresh
+        rows = [(parts, entry, packer.placed(pieces)) for parts, entry, pieces in found]
+        # A later change at the same time would go unnoticed.
+        is_settled = (row for row in rows if row[1].ctime_ns < began_ns)
+        self.known = {parts: (entry, pieces) for parts, entry, pieces in is_settled}
         return _store_manifest(self._objects, rows)
 
     def _walk(self) -> Iterator[tuple[Parts, os.stat_result]]:
@@ -279,13 +247,13 @@ class _Scan:
             return entry._replace(target=self._tree.link_target(parts)), ()
         if entry.kind == "other":
             return (entry if entry.pipe else None), ()
-        known = self.known.get(parts)
+        known, pieces = self.known.get(parts, (None, ()))
         if (
             known is not None
             and (known.ino, known.ctime_ns) == (entry.ino, entry.ctime_ns)
-            and not any(piece[0] in gone for piece in known.pieces)
+            and not any(piece.key in gone for piece in pieces)
         ):
-            return entry._replace(xattrs=known.xattrs, digest=known.digest), known.pieces
+            return entry._replace(xattrs=known.xattrs, digest=known.digest), pieces
         return self._read(parts, packer)
 
     def _read(self, parts: Parts, packer: Packer) -> tuple[Entry | None, Sequence[Piece]]:
@@ -310,25 +278,27 @@ class _Scan:
 
     # What is known from the last time
 
-    def _load(self) -> dict[Parts, _Known]:
+    def _load(self) -> dict[Parts, tuple[Entry, Pieces]]:
         with (
             contextlib.suppress(FileNotFoundError),
             open(self._path, "rb", opener=no_links) as file,
         ):
             data = self._seals.unsealed(file.read())
             if data is not None:  # with a valid seal, marshal data is our own
-                rows = marshal.loads(data)
                 return {
-                    parts: _Known(ino, ctime_ns, xattrs, digest, tuple(starmap(Piece, pieces)))
-                    for parts, ino, ctime_ns, xattrs, digest, pieces in rows
+                    parts: (
+                        Entry("file", ino=ino, ctime_ns=ctime_ns, xattrs=xattrs, digest=digest),
+                        tuple(starmap(Piece, pieces)),
+                    )
+                    for parts, ino, ctime_ns, xattrs, digest, pieces in marshal.loads(data)
                 }
         return {}
 
     def save(self) -> None:
         """Remember what is stored, so that the next time only changes are read."""
         rows = [
-            (parts, each.ino, each.ctime_ns, each.xattrs, each.digest, [*map(tuple, each.pieces)])
-            for parts, each in self._new.items()
+            (parts, each.ino, each.ctime_ns, each.xattrs, each.digest, [*map(tuple, pieces)])
+            for parts, (each, pieces) in self.known.items()
         ]
         write_whole(self._path, self._seals.sealed(marshal.dumps(rows, 4)), safe=False)
 
@@ -371,7 +341,7 @@ _GROUP_SIZE = 3 << 20
 def _row(parts: Parts, entry: Entry, pieces: Pieces, names: Mapping[int, int]) -> list[Any]:
     count = names.get(entry.ino, 1) if entry.links > 1 and not entry.is_directory else 1
     # The number tells which names belong together; alone it means nothing.
-    kept = without_machine_facts(_portable(entry))._replace(
+    kept = _without_machine_facts(_portable(entry))._replace(
         ino=entry.ino if count > 1 else 0,
         links=count,
         ctime_ns=0,
@@ -408,7 +378,8 @@ def _manifest(objects: ObjectStorage, key: str) -> Iterator[tuple[Parts, Entry, 
         for group in top["groups"]:
             for path, values, pieces in json.loads(fetch_object(objects, str(group))):
                 entry, places = _local(Entry.decode(values)), decoded_pieces(pieces)
-                if size_of(places) != (entry.size if entry.kind == "file" else 0):
+                size = sum(piece.size for piece in places)
+                if size != (entry.size if entry.kind == "file" else 0):
                     raise ValueError(f"the size of {path!r} is wrong")
                 yield checked_parts(path), entry, places
     except (LookupError, TypeError, ValueError) as error:
@@ -443,15 +414,9 @@ def git_base(directory: str | os.PathLike[str], *, repository: str = "") -> Base
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root)
-    note = make_store(root, main)
-    recover_killed(root, main)
-    lock = DirectoryLock(main)
-    try:
-        with lock.reading():
-            serial, moment = last_serial(main, note), file_time(main)
-            commit = clean_commit(root)
-    finally:
-        lock.close()
+    make_store(root, main)
+    with steady_point(root, main) as (serial, moment):
+        commit = clean_commit(root)
     where = repository or str(root)
     return Base(kind="git", repository=where, commit=commit, serial=serial, moment=moment)
 
@@ -482,18 +447,13 @@ def materialize(
         HistoryDamaged: The stored tree, or a content in it, is damaged.
     """
     target = Path(os.path.realpath(directory))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
     _check_free(target)
-    with _staged(target) as (staged, fd):
+    with new_directory(target) as (staged, fd):
         if base.kind == "git":
             check_out(base.repository, base.commit, staged)
         else:
-            making = _Making(staged, objects)
-            try:
+            with contextlib.closing(_Making(staged, objects)) as making:
                 making.make(base.tree)
-            finally:
-                making.close()
         if safe:
             sync_all(fd)
         _check_free(target)  # renaming would replace a file, or a link
@@ -510,108 +470,33 @@ def _check_free(target: Path) -> None:
         raise AlreadyExists(f"{target} exists already: choose a new directory")
 
 
-@contextlib.contextmanager
-def _staged(target: Path) -> Generator[tuple[Path, int]]:
-    """Create a directory beside another one, locked in the block; it is removed on failure."""
-    staged, fd = _locked_directory(target)
-    try:
-        without_default_acl(staged)
-        yield staged, fd
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_tree(staged)
-        raise
-    finally:
-        os.close(fd)
-
-
-def _locked_directory(target: Path) -> tuple[Path, int]:
-    while True:
-        staged = target.with_name(_staged_prefix(target) + os.urandom(6).hex())
-        staged.mkdir(mode=0o700)
-        # Another process may have taken it for a leftover.
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            if _lock(fd) and os.path.lexists(staged):
-                return staged, fd
-            os.close(fd)
-
-
-def _lock(fd: int) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes have left."""
-    for name in os.listdir(target.parent):
-        if name.startswith(_staged_prefix(target)):
-            place = target.with_name(name)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            with contextlib.suppress(OSError), Held(os.open(place, flags)) as fd:
-                if _lock(fd):
-                    remove_tree(place)
-
-
-def _staged_prefix(target: Path) -> str:
-    return f".{target.name}.wink-new-"
-
-
 class _Making:
     """Creates the files of a stored tree in an empty directory that only this user can reach."""
 
     def __init__(self, root: Path, objects: ObjectStorage) -> None:
         self._tree = Tree(root)
         self._objects = objects
-        self._directories: list[tuple[Parts, Entry]] = []
         self._files: dict[Parts, tuple[Entry, Pieces]] = {}
-        self._firsts: dict[int, Parts] = {}
-        """A name of each hard-linked file."""
-        self._names: list[tuple[Parts, Parts]] = []
 
     def close(self) -> None:
         self._tree.close()
 
     def make(self, key: str) -> None:
+        new = NewTree(self._tree)
         try:
             for parts, entry, pieces in _manifest(self._objects, key):
-                self._make_one(parts, without_machine_facts(entry), pieces)
+                made = _without_machine_facts(entry)
+                if not new.add(parts, made):
+                    if entry.kind != "file" or parts in self._files:
+                        raise HistoryDamaged(f"the stored tree has no file at {join_path(parts)!r}")
+                    self._files[parts] = made, pieces
             wanted = {parts: pieces for parts, (_, pieces) in self._files.items()}
             fetch_contents(self._objects, wanted, self._write)
-            for first, parts in self._names:
-                with self._tree.parent(first) as above, self._tree.parent(parts) as other:
-                    link(above, first[-1], other, parts[-1])
+            new.finish()
         except OSError as error:
             if isinstance(error, HistoryDamaged) or error.errno not in _INVALID:
                 raise
             raise HistoryDamaged(f"the stored tree {key} is invalid: {error}") from error
-        # Last, inner directories first: adding an entry changes a directory's time.
-        for parts, entry in sorted(self._directories, key=lambda each: each[0], reverse=True):
-            apply_entry(self._tree, parts, entry)
-
-    def _make_one(self, parts: Parts, entry: Entry, pieces: Pieces) -> None:
-        first = self._firsts.get(entry.ino) if entry.ino and not entry.is_directory else None
-        if first is not None:
-            self._names.append((first, parts))
-            return
-        if entry.kind == "file" and parts not in self._files:
-            self._files[parts] = entry, pieces
-        elif parts:
-            with self._tree.parent(parts) as above:
-                if not create(above, parts[-1], entry):
-                    raise HistoryDamaged(f"the stored tree has no file at {join_path(parts)!r}")
-        if entry.is_directory:
-            self._directories.append((parts, entry))
-            return
-        if entry.kind != "file":
-            apply_entry(self._tree, parts, entry)
-        if entry.ino:
-            self._firsts[entry.ino] = parts
 
     def _write(self, parts: Parts, chunks: Iterator[bytes]) -> None:
         entry, _ = self._files[parts]
@@ -631,7 +516,7 @@ _INVALID = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP
 """Errors that an invalid manifest leads to."""
 
 
-def without_machine_facts(entry: Entry) -> Entry:
+def _without_machine_facts(entry: Entry) -> Entry:
     """Return an entry as it may be made on another machine: without privileges of programs."""
     kept = tuple(each for each in entry.xattrs if each[0].startswith(_XATTRS))
     mode = (without_privileges(entry.mode) if entry.kind == "file" else entry.mode) & 0o7777
@@ -672,7 +557,7 @@ class BranchUpload:
         """Send the contents of commits that are not saved; returns a line for each commit.
 
         Raises:
-            FilesystemError: The branch has another base now: it cannot be told from the lines.
+            FilesystemError: The branch was rebased: its lines do not apply to the stored base.
             StorageUnavailable: Something could not be sent; the next call tries again.
         """
         info = self._branch.info
@@ -778,12 +663,9 @@ def _filled(
     fetch_contents(
         objects, wanted, lambda digest, chunks: contents.add_chunks(chunks, expected=digest)
     )
-    base = base_of(root, info)
-    try:
+    with contextlib.closing(base_of(root, info)) as base:
         look = Reserved(root, store=info.path.parent.parent).without_hidden(base)
         return replace(info, commits=tuple(_received(look, commits)))
-    finally:
-        base.close()
 
 
 def _decoded_lines(
@@ -792,16 +674,17 @@ def _decoded_lines(
     """Return the commits in some lines, and where their contents are stored."""
     try:
         values = [json.loads(line) for line in lines]
-        commits = [decoded_commit(each, contents, 0) for each in values]
+        commits = [decoded_commit(n, each, contents, 0) for n, each in enumerate(values, 1)]
         places = {
             checked_digest(digest): decoded_pieces(pieces)
             for each in values
             for digest, pieces in each["contents"].items()
         }
-        for number, commit in enumerate(commits):
+        for commit in commits:
             if not commit.digests <= places.keys():
                 raise ValueError("a content has no place")
-            if not all(step_is_possible(step, number) for step in commit.steps):
+            back = (step.content for step in commit.steps if step.method == "back")
+            if not all(0 <= serial < commit.serial for serial in back):
                 raise ValueError("it returns to a later state")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise HistoryDamaged(f"the lines of a branch are invalid: {error}") from error

@@ -116,7 +116,7 @@ def _unused(past: Past, uses: Uses) -> set[str]:
     """Return the objects without references; none while a damaged entry may have some."""
     if uses.damaged:
         return set()
-    return {each for each in past.objects if not uses[each]} - past.references.objects()
+    return {each for each in past.objects if not uses[each]}
 
 
 def _old(folder: Path, before: float) -> list[Path]:

@@ -1,8 +1,8 @@
 """What a session's file lacks until it is next saved, kept in the record that commits a call.
 
 The record of a commit is the commit point of a call: its changes to files, and what the session and
-the ledger have to note. A process that is killed after it has not saved its session yet. Whoever
-resumes the session appends these lines to its file.
+the ledger have to note. A process that is killed right after it has not saved its session yet:
+resuming the session appends these lines to its file.
 """
 
 from __future__ import annotations
@@ -73,29 +73,27 @@ MakeRedo: TypeAlias = Callable[[], Redo | None]
 """Returns what to put into a commit record, or None. Called when everything else is ready."""
 
 
-def pack(redo: Redo | None, objects: Objects, *, safe: bool) -> dict[str, Any]:
+def pack(redo: Redo | None, objects: Objects, *, safe: bool) -> dict[str, Any] | None:
     """Return what a commit record holds: long lines are stored as an object, before the record."""
     if redo is None:
-        return {}
+        return None
     values = redo.encode()
     if sum(map(len, redo.lines)) > _INLINE:
         values["lines"] = objects.add(json.dumps(redo.lines).encode(), safe=safe)
-    return {"redo": values}
+    return values
 
 
-def object_in(record: Mapping[str, Any]) -> str | None:
+def object_in(values: Mapping[str, Any]) -> str | None:
     """Return the digest of the object that holds the lines of a commit record, if one does."""
-    lines = record.get("redo", {}).get("lines")
-    return lines if isinstance(lines, str) else None
+    return values["lines"] if isinstance(values["lines"], str) else None
 
 
-def unpack(record: Mapping[str, Any], objects: Objects) -> Redo | None:
+def unpack(values: Mapping[str, Any] | None, objects: Objects) -> Redo | None:
     """Return what a commit record holds; None for nothing, or if it is lost."""
-    values = record.get("redo")
     if values is None:
         return None
     with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
-        digest = object_in(record)
+        digest = object_in(values)
         lines = values["lines"] if digest is None else json.loads(objects.read(digest))
         return Redo.decode({**values, "lines": lines})
     return None

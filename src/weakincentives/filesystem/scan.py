@@ -13,16 +13,17 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
-from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
+from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.pack import Pack, Place, Row
-from weakincentives.filesystem.paths import BARRED, Parts
+from weakincentives.filesystem.paths import BARRED, Parts, outermost
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Source, Store
 from weakincentives.filesystem.tree import Tree, remove_tree, xattrs_of
@@ -53,30 +54,6 @@ _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 
 _CHANGED: Place = ("", 0, 0)
 """Stands for a content that is not the known one, and not saved."""
-
-
-class Found(NamedTuple):
-    """A path that is not as the manifest has it."""
-
-    parts: Parts
-    before: Entry | None
-    """What was there; None for nothing."""
-    source: Source | None = None
-    """Where the content is that a file had."""
-    times: tuple[tuple[Parts, int], ...] = ()
-    """Times of otherwise unchanged directories, which undoing sets last."""
-    twin: Parts | None = None
-    """Another name of the same file, which undoing restores before this one."""
-
-    @property
-    def links(self) -> int:
-        """How many names the file had that was there; 0 for anything else."""
-        before = self.before
-        return 0 if before is None or before.is_directory else before.links
-
-    @property
-    def was_directory(self) -> bool:
-        return self.before is not None and self.before.is_directory
 
 
 class Noted(NamedTuple):
@@ -157,56 +134,57 @@ class Manifest:
             if self._watcher is not None and noted is None:
                 self._watcher.forget()
 
-    def changes(self, tree: Tree) -> list[Found]:
-        """Return the paths that differ from the manifest, directories before what is in them."""
+    def changes(self, tree: Tree) -> list[Record]:
+        """Return a record for each changed path, directories before what is in them."""
         with self._lock:
-            found: list[Found] = []
-            with contextlib.closing(self._differing(tree)) as differing:
-                for spot in differing:
-                    row = self.pack.rows.get(spot.parts)
-                    if row is None or _is_changed(row, self._row_at(tree, spot)):
-                        found.append(_found(spot.parts, row))
-            return sorted(found, key=lambda one: one.parts)
+            return [_record(parts, self.pack.rows.get(parts)) for parts in self._changed(tree)]
 
     def state_of_changes(self, tree: Tree) -> frozenset[object]:
         """Return which paths differ from the manifest, and how: equal if nothing happens."""
+        found: set[object] = set()
+        for parts in self._changed(tree):
+            status = tree.status_if_reached(parts)
+            how = status and (status.st_ino, status.st_ctime_ns, status.st_size)
+            found.add((parts, how))
+        return frozenset(found)
+
+    def _changed(self, tree: Tree) -> list[Parts]:
+        """Return the paths that differ from the manifest, sorted."""
+        found: list[Parts] = []
         with self._lock, contextlib.closing(self._differing(tree)) as differing:
-            found: set[object] = set()
             for spot in differing:
                 row = self.pack.rows.get(spot.parts)
                 if row is None or _is_changed(row, self._row_at(tree, spot)):
-                    status = tree.status_if_reached(spot.parts)
-                    how = status and (status.st_ino, status.st_ctime_ns, status.st_size)
-                    found.add((spot.parts, how))
-            return frozenset(found)
+                    found.append(spot.parts)
+        return sorted(found)
 
-    def to_undo(self, tree: Tree, found: Sequence[Found]) -> list[Found]:
+    def to_undo(self, tree: Tree, found: Sequence[Record]) -> list[Record]:
         """Return what was found, and what else undoing needs, in the reverse of its order.
 
         What is new is removed first: that frees space. Deleted directories are made again before
         what was in them, and get their times last. Of the names of one file, those that still are
         that file come first; the others join them.
         """
-        touched = {one.parts[:-1] for one in found if one.parts}
+        touched = {one.path[:-1] for one in found if one.path}
         # That entries came and went is no change of a directory: only its time is restored.
-        kept = [one for one in found if one.parts not in touched or not self._only_time(tree, one)]
-        ours = {one.parts for one in kept}
+        kept = [one for one in found if one.path not in touched or not self._only_time(tree, one)]
+        ours = {one.path for one in kept}
         new = [one for one in kept if one.before is None]
-        directories = [one for one in kept if one.was_directory]
-        others = [one for one in kept if one.before is not None and not one.was_directory]
-        gone = [one for one in directories if not _is_directory(tree.status_if_reached(one.parts))]
-        stayed = {one.parts: one for one in others if _is_still_linked(tree, one)}
-        others = [one for one in others if one.parts not in stayed]
+        directories = [one for one in kept if one.before is not None and one.before.is_directory]
+        others = [one for one in kept if one.before is not None and not one.before.is_directory]
+        gone = [one for one in directories if not _is_directory(tree.status_if_reached(one.path))]
+        stayed = {one.path: one for one in others if _is_still_linked(tree, one)}
+        others = [one for one in others if one.path not in stayed]
         for one in kept:
-            names = self._linked.get(one.before.ino) if one.before and one.links > 1 else None
-            for parts in (names or set[Parts]()) - ours:
-                stayed[parts] = _found(parts, self.pack.rows[parts])
-        ordered = _with_twins([*directories, *others, *reversed(gone), *stayed.values(), *new])
+            for parts in self._linked.get(_linked_inode(one), set[Parts]()) - ours:
+                stayed[parts] = _record(parts, self.pack.rows[parts])
+        again = map(replace, reversed(gone))  # recorded twice: made first, and given its time last
+        ordered = [*directories, *others, *again, *stayed.values(), *new]
+        _set_twins(ordered)
         if ordered:
             above = touched - ours
             known = {parts: self.pack.rows[parts] for parts in above if parts in self.pack.rows}
-            times = tuple((parts, row.mtime_ns) for parts, row in known.items())
-            ordered[0] = ordered[0]._replace(times=times)
+            ordered[0].times = tuple((parts, row.mtime_ns) for parts, row in known.items())
         return ordered
 
     def hold_names(self, tree: Tree) -> None:
@@ -226,11 +204,11 @@ class Manifest:
                     parts[-1], self.pack.folder / f"l{ino}", src_dir_fd=above, follow_symlinks=False
                 )
 
-    def _only_time(self, tree: Tree, one: Found) -> bool:
-        row = self.pack.rows.get(one.parts)
+    def _only_time(self, tree: Tree, one: Record) -> bool:
+        row = self.pack.rows.get(one.path)
         if row is None or not row.is_directory:
             return False
-        now = self._row_at(tree, _Spot(one.parts, tree.status_if_reached(one.parts)))
+        now = self._row_at(tree, _Spot(one.path, tree.status_if_reached(one.path)))
         return now is not None and _plain(now._replace(mtime_ns=row.mtime_ns)) == _plain(row)
 
     # Comparing statuses
@@ -247,7 +225,7 @@ class Manifest:
         watcher = self._watcher
         if watcher is None or not watcher.complete:
             return None
-        trees = _topmost(parts for parts in watcher.trees if not _is_ours(parts))
+        trees = set(outermost(parts for parts in watcher.trees if not _is_ours(parts)))
         found = [one for parts in trees for one in self._below(tree, parts)]
         # A file with several names may have been changed through one that is not watched.
         several = (parts for names in self._linked.values() for parts in names)
@@ -339,7 +317,7 @@ class Manifest:
                         yield _Spot(below, found, fd, name)
             pending.extend(((*parts, name), None) for name in missing)
 
-    # Comparing what is there
+    # Comparing contents and attributes
 
     def _row_at(
         self,
@@ -374,10 +352,10 @@ class Manifest:
         fd: int,
         saved: dict[int, tuple[Place, int]] | None,
     ) -> tuple[Place, int]:
-        """Return where a file's content is, and its size: the known ones, if they still hold.
+        """Return where a file's content is, and its size: as known, if it is unchanged.
 
-        Else it is added to the pack, and to ``saved`` by inode; without ``saved``, the answer only
-        says that it has changed.
+        Changed content is added to the pack, and to ``saved`` by inode; without ``saved``, the
+        result is ``_CHANGED``.
         """
         known = None if spot.is_new else self.pack.rows.get(spot.parts)
         if known is not None and known.source is not None and self._holds(fd, known):
@@ -616,7 +594,7 @@ def _journal_found(manifest: Manifest, tree: Tree, changes: Changes) -> None:
     count = len(changes.records)
     try:
         for one in manifest.to_undo(tree, manifest.changes(tree)):
-            changes.found(*one)
+            changes.found(one)
     except BaseException:
         changes.forget_from(count)
         raise
@@ -695,10 +673,12 @@ def _empty_reserve(store: Store) -> None:
         os.truncate(_reserve(store), 0)
 
 
-def _found(parts: Parts, row: Row | None) -> Found:
+def _record(parts: Parts, row: Row | None) -> Record:
+    """Return the record of a path that other programs changed."""
     if row is None:
-        return Found(parts, None)
-    return Found(parts, row.entry, None if row.source is None else Source(*row.source))
+        return Record(op="was", path=parts)
+    source = None if row.source is None else Source(*row.source)
+    return Record(op="was", path=parts, before=row.entry, source=source)
 
 
 def _row(
@@ -743,23 +723,26 @@ def _is_ours(parts: Parts) -> bool:
     return any(name.startswith(TEMPORARY) for name in parts)
 
 
-def _is_still_linked(tree: Tree, one: Found) -> bool:
+def _linked_inode(one: Record) -> int:
+    """Return the inode of the hard-linked file that was at a path; 0 for anything else."""
+    before = one.before
+    return 0 if before is None or before.is_directory or before.links < 2 else before.ino
+
+
+def _is_still_linked(tree: Tree, one: Record) -> bool:
     """Tell whether a path still is a name of the file that it and others were names of."""
-    status = tree.status_if_reached(one.parts) if one.links > 1 else None
-    return status is not None and one.before is not None and status.st_ino == one.before.ino
+    ino = _linked_inode(one)
+    status = tree.status_if_reached(one.path) if ino else None
+    return status is not None and status.st_ino == ino
 
 
-def _with_twins(ordered: Sequence[Found]) -> list[Found]:
-    """Give each name of a file the one that is restored before it: the next in this order."""
+def _set_twins(ordered: Sequence[Record]) -> None:
+    """Give each name of a hard-linked file the name that is restored before it."""
     names: dict[int, Parts] = {}
-    done: list[Found] = []
     for one in reversed(ordered):
-        twin = None
-        if one.before is not None and one.links > 1:
-            twin = names.get(one.before.ino)
-            names[one.before.ino] = one.parts
-        done.append(one._replace(twin=twin))
-    return done[::-1]
+        if ino := _linked_inode(one):
+            one.twin = names.get(ino)
+            names[ino] = one.path
 
 
 def _is_directory(status: os.stat_result | None) -> bool:
@@ -795,12 +778,3 @@ def _is_changed(before: Row, now: Row | None) -> bool:
 def _plain(row: Row) -> tuple[object, ...]:
     """Return what says whether something was changed, but for a file's size and content."""
     return row.st_mode, row.mtime_ns, row.uid, row.gid, row.xattrs, row.target
-
-
-def _topmost(paths: Iterable[Parts]) -> set[Parts]:
-    """Return the paths that are not below another of them."""
-    kept: set[Parts] = set()
-    for parts in sorted(paths):
-        if not any(parts[:depth] in kept for depth in range(len(parts))):
-            kept.add(parts)
-    return kept

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -16,12 +15,9 @@ from typing import TYPE_CHECKING
 from weakincentives.errors import FilesystemError, HistoryDamaged
 from weakincentives.filesystem.entry import (
     Entry,
-    File,
     apply_entry,
     capture,
     copy_content,
-    create,
-    link,
     matches,
     new_file,
 )
@@ -35,19 +31,24 @@ from weakincentives.filesystem.layers import (
     Node,
     OnDisk,
     Present,
-    Replaced,
     replaced_by,
     undone,
 )
+from weakincentives.filesystem.new_tree import NewTree, new_directory
 from weakincentives.filesystem.paths import DEFAULT_ROOT, NodeKind, Parts, join_path, split_root
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import FOR_CHANGES, DirectoryLock
-from weakincentives.filesystem.tree import Held, Tree, remove_tree, write_all
+from weakincentives.filesystem.tree import Held, Tree, write_all
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.branch_history import BranchHistory
+    from weakincentives.filesystem.branch_log import BranchHistory
     from weakincentives.filesystem.diffs import Detail, FileChange
     from weakincentives.filesystem.undo import WorkspaceHistory
+
+
+def before_call(past: Past, delta: Delta, after: Layer) -> Layer:
+    """Return the state before a call, given the one after it."""
+    return undone(after, delta.records, replaced_by(past, delta))
 
 
 def _at_and_above(parts: Parts) -> set[str]:
@@ -94,14 +95,14 @@ class DirectoryAt(Forward):
         self._recover = recover
         self._past = past
         self._steady = DirectoryLock(store)
-        self._is_shared = os.access(store, os.W_OK)  # else nobody changes anything
+        self._is_shared = os.access(store, os.W_OK)  # else no process of this user changes it
         self._patience = patience
         self._journal = store / "tx" / "journal"
-        self._opened = contextlib.ExitStack()
-        self._opened.callback(disk.tree.close)
-        self._opened.callback(self._steady.close)
-        self.close = weakref.finalize(self, self._opened.close)
-        """Closes what is open; without it, that happens when nobody refers to this any more."""
+        opened = contextlib.ExitStack()
+        opened.callback(disk.tree.close)
+        opened.callback(self._steady.close)
+        self.close = weakref.finalize(self, opened.close)
+        """Closes what is open; happens by itself when this is collected."""
         self._disk = disk
         past.refresh()
         self._changed_at = past.changed_at()
@@ -295,15 +296,8 @@ class DirectoryAt(Forward):
         """Return the state without some calls, newest first."""
         layer = Layer(self._present)
         for serial in serials:
-            delta = self._past.read(serial)
-            layer = undone(layer, delta.records, self._replaced_by(delta))
+            layer = before_call(self._past, self._past.read(serial), layer)
         return layer
-
-    def _replaced_by(self, delta: Delta) -> Replaced:
-        taken = replaced_by(self._past, delta)
-        if taken.tree is not None:
-            self._opened.callback(taken.tree.close)
-        return taken
 
     def _concerning(self, parts: Parts) -> set[int]:
         """Return the later calls that may have changed a path or what is above it."""
@@ -348,7 +342,7 @@ class DirectoryAt(Forward):
             self._begin()
         for serial in reversed(self._past.after(self._newest)):
             delta = self._past.read(serial)
-            self._current = self._current.supersede(delta.records, self._replaced_by(delta))
+            self._current = self._current.supersede(delta.records, replaced_by(self._past, delta))
             self._newest = serial
         self._changed_at = changed_at
 
@@ -404,18 +398,10 @@ class FilesAt(OnDisk):
         with contextlib.suppress(FileNotFoundError):
             if os.listdir(target):
                 raise FilesystemError(f"{target} is not empty. Name one that is, or a new one")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            tree = Tree(staged)
-            try:
+        with new_directory(target) as (staged, _):
+            with contextlib.closing(Tree(staged)) as tree:
                 _Export(self._look, self._tree, tree).run()
-            finally:
-                tree.close()
             os.rename(staged, target)  # replaces an empty directory
-        except BaseException:
-            remove_tree(staged)
-            raise
 
 
 class _Export:
@@ -424,24 +410,17 @@ class _Export:
     def __init__(self, look: Look, workspace: Tree, target: Tree) -> None:
         self._look = look
         self._workspace = workspace
-        self._disk = Disk(workspace)
         self._target = target
-        self._links: dict[File, Parts] = {}
 
     def run(self) -> None:
-        directories: list[tuple[Parts, Entry]] = []
+        new = NewTree(self._target)
         for parts, node in self._walk():
             entry = self._entry(parts, node)
-            if entry.is_directory:
-                directories.append((parts, entry))
-                if parts:
-                    with self._target.parent(parts) as above:
-                        create(above, parts[-1], entry)
-            elif self._create(parts, entry):
+            if not new.add(parts, entry) and entry.kind == "file":  # else a socket or device
+                with self._target.parent(parts) as above:
+                    self._copy(parts, entry, above)
                 apply_entry(self._target, parts, entry)
-        # Last, inner directories first: adding an entry changes a directory's time.
-        for parts, entry in reversed(directories):
-            apply_entry(self._target, parts, entry)
+        new.finish()
 
     def _walk(self) -> Iterator[tuple[Parts, Entry]]:
         """Yield all entries, directories before what is in them; errors are the system's."""
@@ -468,39 +447,20 @@ class _Export:
 
     def _is_on_disk(self, parts: Parts, node: Entry) -> bool:
         """Tell whether the workspace has exactly this at the path now."""
-        try:
-            now = self._disk.node(parts)
-        except OSError:
-            return False
-        return now is not None and (now.ino, now.ctime_ns) == (node.ino, node.ctime_ns)
+        status = self._workspace.status_if_reached(parts)
+        found = None if status is None else (status.st_ino, status.st_ctime_ns)
+        return found == (node.ino, node.ctime_ns)
 
-    def _create(self, parts: Parts, entry: Entry) -> bool:
-        """Create a file, link or pipe; False if there is nothing left to set."""
-        known = None if entry.file is None or entry.links < 2 else self._links.get(entry.file)
-        with self._target.parent(parts) as above:
-            if known is not None:
-                with self._target.parent(known) as other:
-                    link(other, known[-1], above, parts[-1])
-                return False
-            if entry.kind != "file":
-                return create(above, parts[-1], entry)  # sockets and devices are left out
-            if entry.file is not None:
-                self._links[entry.file] = parts
-            if not self._clone(parts, entry, above):
-                with new_file(above, parts[-1]) as writing:
-                    write_all(writing, self._look.read(parts))
-            return True
-
-    def _clone(self, parts: Parts, entry: Entry, above: int) -> bool:
-        """Copy a file from the workspace; False if it was changed since."""
-        if not self._is_on_disk(parts, entry):
-            return False
-        with (
-            Held(self._workspace.open_file(parts)) as reading,
-            new_file(above, parts[-1]) as writing,
-        ):
-            copy_content(reading, writing)
-            if os.fstat(reading).st_ctime_ns == entry.ctime_ns:
-                return True
-        os.unlink(parts[-1], dir_fd=above)
-        return False
+    def _copy(self, parts: Parts, entry: Entry, above: int) -> None:
+        """Copy a file: from the workspace, unless it was changed there since."""
+        if self._is_on_disk(parts, entry):
+            with (
+                Held(self._workspace.open_file(parts)) as reading,
+                new_file(above, parts[-1]) as writing,
+            ):
+                copy_content(reading, writing)
+                if os.fstat(reading).st_ctime_ns == entry.ctime_ns:
+                    return
+            os.unlink(parts[-1], dir_fd=above)
+        with new_file(above, parts[-1]) as writing:
+            write_all(writing, self._look.read(parts))

@@ -745,8 +745,7 @@ def present_in(
     root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
 ) -> tuple[int, ...]:
     """Return the ids of the processes that have a workspace open; takes no lock."""
-    path = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
-    return tuple(pid for _, pid in _opened(path) if pid)
+    return tuple(pid for _, pid in _opened(store_of(root, store)) if pid)
 
 
 def _opened(store: Path) -> Iterator[tuple[Path, int | None]]:
@@ -803,6 +802,11 @@ def left_in(store: Path, parts: Parts) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
     return folder / f"{os.urandom(4).hex()}-{name}"
+
+
+def store_of(root: str | os.PathLike[str], store: str | os.PathLike[str] | None) -> Path:
+    """Return the store of a workspace: the given one, or the default."""
+    return location_of(Path(root)) if store is None else Path(os.path.realpath(store))
 
 
 def location_of(root: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from weakincentives.errors import ContentDamaged, HistoryDamaged
 from weakincentives.filesystem.entry import checked_digest
 from weakincentives.filesystem.store import DAMAGED, Objects, read_exactly
-from weakincentives.filesystem.tree import Held
+from weakincentives.filesystem.tree import Held, write_all
 
 T = TypeVar("T")
 
@@ -202,10 +202,6 @@ def upload_contents(packer: Packer, contents: Objects, digests: Iterable[str]) -
     return {digest: packer.placed(pieces) for digest, pieces in found.items()}
 
 
-def size_of(pieces: Pieces) -> int:
-    return sum(piece.size for piece in pieces)
-
-
 def zero_fill(fd: int, chunks: Iterable[bytes]) -> str:
     """Write content to an empty file, with holes where it is zero; returns its digest."""
     hashed, size = hashlib.sha256(), 0
@@ -215,9 +211,7 @@ def zero_fill(fd: int, chunks: Iterable[bytes]) -> str:
         if len(data) >= _SMALL and data.count(0) == len(data):
             os.lseek(fd, len(data), os.SEEK_CUR)
         else:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, data)
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)
     return hashed.hexdigest()

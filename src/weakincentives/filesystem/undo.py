@@ -27,19 +27,19 @@ from weakincentives.filesystem.diffs import (
 from weakincentives.filesystem.entry import Entry, apply_entry, capture, create, matches
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
-from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
+from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, walk
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.states import DirectoryAt, FilesAt
-from weakincentives.filesystem.store import Limits, Note, location_of
+from weakincentives.filesystem.states import DirectoryAt, FilesAt, before_call
+from weakincentives.filesystem.store import Limits, Note, store_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 
 # Looking
 
 _PATIENCE = 5.0
-"""Seconds that somebody who only looks waits for a call that is changing files."""
+"""Seconds that a reader waits for a call that is changing files."""
 
 
 class CallChanges(NamedTuple):
@@ -59,7 +59,7 @@ class WorkspaceHistory:
     def __init__(
         self, root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
     ) -> None:
-        self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
+        self.store = store_of(root, store)
         note = Note.read(self.store)
         self._seals = Seals("nothing") if note is None else note.seals(JOURNAL)
         self._past = Past(self.store, self._seals, room=MAX_KEPT)
@@ -119,7 +119,7 @@ class WorkspaceHistory:
     def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
         """Return the paths that differ from how some calls left them.
 
-        Each has the ids of the other calls that changed it since; none means somebody else did.
+        Each has the ids of the later calls that changed it; none means that someone else did.
         """
         serials = {call.serial for call in calls}
         conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
@@ -247,22 +247,13 @@ class _Left(Forward):
 def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
     """Yield each call with the state before and after it, newest first."""
     after = Layer(disk)
-    with contextlib.ExitStack() as opened:
-        for delta in past.readable(past.after(0)):
-            try:
-                before = _before(past, delta, after, opened)
-            except OSError:
-                return  # later changes hide what was there
-            yield delta, before, after
-            after = before
-
-
-def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack) -> Layer:
-    """Return the state before a call."""
-    taken = replaced_by(past, delta)
-    if taken.tree is not None:
-        opened.callback(taken.tree.close)
-    return undone(after, delta.records, taken)
+    for delta in past.readable(past.after(0)):
+        try:
+            before = before_call(past, delta, after)
+        except OSError:
+            return  # later changes hide what was there
+        yield delta, before, after
+        after = before
 
 
 # Checking
@@ -273,7 +264,7 @@ class _Conflict(NamedTuple):
 
     parts: Parts
     calls: tuple[str, ...]
-    """The other calls that changed it since; none if somebody else changed it last."""
+    """The other calls that changed it since; none if someone else changed it last."""
     top: Parts | None = None
     """The directory above it that the call put there as a whole."""
 
@@ -287,27 +278,26 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
     again = _recreated(deltas, wanted)
     touched = _Touched()
     layer = Layer(disk)
-    with contextlib.ExitStack() as opened:
-        for delta in deltas:
-            if delta.committed.serial not in wanted:
-                others.append(delta)
-                continue
-            paths = {parts for record in delta.records for parts in record.paths}
-            checked: dict[Parts, Parts | None] = dict.fromkeys(paths & delta.after.keys())
-            for top in _put_directories(delta):
-                left_there = {parts for parts in delta.after if parts[: len(top)] == top}
-                for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
-                    checked.setdefault(parts, top)
-            found[delta.committed.serial] = [
-                _Conflict(parts, _changed_by(others, parts, disk, touched), top)
-                for parts, top in checked.items()
-                if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
-                # A path that a later call changed is checked against the history only.
-                or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
-            ]
-            undoing |= paths
-            with contextlib.suppress(OSError):  # the conflict is already found
-                layer = _before(past, delta, layer, opened)
+    for delta in deltas:
+        if delta.committed.serial not in wanted:
+            others.append(delta)
+            continue
+        paths = {parts for record in delta.records for parts in record.paths}
+        checked: dict[Parts, Parts | None] = dict.fromkeys(paths & delta.after.keys())
+        for top in _put_directories(delta):
+            left_there = {parts for parts in delta.after if parts[: len(top)] == top}
+            for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
+                checked.setdefault(parts, top)
+        found[delta.committed.serial] = [
+            _Conflict(parts, _changed_by(others, parts, disk, touched), top)
+            for parts, top in checked.items()
+            if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
+            # A path that a later call changed is checked against the history only.
+            or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
+        ]
+        undoing |= paths
+        with contextlib.suppress(OSError):  # the conflict is already found
+            layer = before_call(past, delta, layer)
     return found
 
 
@@ -563,13 +553,11 @@ class _Undo:
         if record.before is None or parts != record.path:
             return ""
         place = self.changes.store.left(parts)
-        folder = Tree(place.parent)
         try:
-            self._make(record, record.before, folder, place.name, delta)
+            with contextlib.closing(Tree(place.parent)) as folder:
+                self._make(record, record.before, folder, place.name, delta)
         except OSError:
             return ""
-        finally:
-            folder.close()
         return f"; the previous version is in {place}"
 
     def _undo(self, record: Record, delta: Delta) -> None:

@@ -12,14 +12,13 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weakincentives.collector import no_collection
 from weakincentives.errors import HistoryDamaged
-from weakincentives.filesystem.branch_history import BranchHistory
-from weakincentives.filesystem.branches import BranchInfo, changed_between
+from weakincentives.filesystem.branch_log import BranchHistory, BranchInfo, changed_between
 from weakincentives.filesystem.diffs import changed_nodes
 from weakincentives.filesystem.entry import Entry, digest_in, inode_in, matches
 from weakincentives.filesystem.history import Committed, Delta, Past
@@ -181,17 +180,11 @@ class WorkspaceVersions(Versions):
         if entry.digest is not None:
             return self._past.objects.read(entry.digest)
         if step.saved is not None:
-            tree = Tree(self._past.trees(commit.call.serial))
-            try:
+            with closing(Tree(self._past.trees(commit.call.serial))) as tree:
                 return tree.read(step.saved)[0]
-            finally:
-                tree.close()
-        for other, known in reversed(self._others(commit, step.found_at, later=False)):
-            if known.parts == step.found_at and matches(known.after, entry):
-                return self._left(other, known)
-            break
         if step.after is not None and matches(entry, step.after):  # it was only moved
-            return self._left(commit, step)
+            with suppress(FileNotFoundError):
+                return self._left(commit, step)
         return self._seen(commit.call.serial - 1, step.found_at)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
@@ -201,11 +194,6 @@ class WorkspaceVersions(Versions):
         _check_size(entry)
         with suppress(FileNotFoundError):
             return self._left(commit, step)
-        for other, known in self._others(commit, step.parts, later=True):
-            if known.found_at == step.parts and _is_content(known.before, entry):
-                with suppress(FileNotFoundError):
-                    return self.before(other, known)
-            break
         data = self._seen(commit.call.serial, step.parts)
         if entry.digest not in (None, hashlib.sha256(data).hexdigest()):
             raise FileNotFoundError(errno.ENOENT, "it was changed since by somebody else")
@@ -224,16 +212,6 @@ class WorkspaceVersions(Versions):
             return self._past.left(self._past.read(commit.call.serial), step.after)
         except (KeyError, HistoryDamaged) as error:
             raise FileNotFoundError(errno.ENOENT, "its content was not saved") from error
-
-    def _others(
-        self, commit: CommitSteps, parts: Parts, *, later: bool
-    ) -> list[tuple[CommitSteps, FileStep]]:
-        serial = commit.call.serial
-        return [
-            each
-            for each in self.touching(parts)
-            if (each[0].call.serial > serial if later else each[0].call.serial < serial)
-        ]
 
     # What a commit did
 
@@ -262,13 +240,8 @@ class WorkspaceVersions(Versions):
 
     def _removed(self, delta: Delta, saved: str) -> Iterator[tuple[Parts, Entry]]:
         """Yield what is in a directory that a commit removed, by its place in the store."""
-        folder = self._past.trees(delta.committed.serial)
         with suppress(OSError):
-            tree = Tree(folder)
-            try:
-                yield from list(walk(Disk(tree), [(saved,)]))
-            finally:
-                tree.close()
+            yield from walk(Disk(Tree(self._past.trees(delta.committed.serial))), [(saved,)])
 
     def _note_moved(
         self,
@@ -380,13 +353,6 @@ def _is_same(old: Entry | None, new: Entry | None) -> bool:
     return old.kind == new.kind and old.is_like(new)
 
 
-def _is_content(known: Entry | None, entry: Entry) -> bool:
-    """Tell whether an entry that was found later is the one that was left."""
-    if known is None or None in (known.digest, entry.digest):
-        return known is not None and matches(known, entry)
-    return known.digest == entry.digest
-
-
 def _target(entry: Entry | None) -> bytes:
     if entry is None:
         raise FileNotFoundError(errno.ENOENT, "there was no file")
@@ -414,11 +380,11 @@ class BranchVersions(Versions):
         self.refresh()
 
     def refresh(self) -> None:
-        for number, call in enumerate(self.info.calls[len(self.commits) :], len(self.commits)):
+        for number, call in enumerate(self.info.commits[len(self.commits) :], len(self.commits)):
             if number < len(self._known) and self._known[number].call == call:
                 self._add(self._known[number])
                 continue
-            before, after = self._branch.point(number), self._branch.point(number + 1)
+            before, after = self._branch.points[number : number + 2]
             steps = (
                 FileStep(parts, _no_directory(old), _no_directory(new), origin)
                 for parts, origin, old, new in changed_nodes(
@@ -429,12 +395,12 @@ class BranchVersions(Versions):
 
     def before(self, commit: CommitSteps, step: FileStep) -> bytes:
         with self._reading:
-            look = self._branch.point(commit.call.serial - 1)
+            look = self._branch.points[commit.call.serial - 1]
             return _read(look, step.found_at, step.before)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
         with self._reading:
-            return _read(self._branch.point(commit.call.serial), step.parts, step.after)
+            return _read(self._branch.points[commit.call.serial], step.parts, step.after)
 
 
 _NONE = (None, None)

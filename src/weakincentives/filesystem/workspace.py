@@ -85,7 +85,7 @@ class Workspace:
         self.history = History(self.store, limits=limits, clock=clock)
         self.places: weakref.WeakSet[Place] = weakref.WeakSet()
         # Not a bound method: it would keep an unused workspace and its lock alive.
-        self.history.references.serials.append(functools.partial(_oldest, self.places))
+        self.history.needed_by.append(functools.partial(_oldest, self.places))
         self.private: weakref.WeakSet[object] = weakref.WeakSet()
         """Open private views."""
         self.in_place: Changes | None = None

@@ -473,7 +473,7 @@ class Calls:
     def _on_branches(self) -> dict[str, dict[str, Committed]]:
         """The commits of each branch by call."""
         return {
-            name: {each.call_id: each for each in info.calls}
+            name: {each.call_id: each for each in info.commits}
             for name, info in self.branches.items()
         }
 
@@ -500,7 +500,7 @@ class Calls:
         if call.run is None:
             assert committed is not None
             return branch, committed.serial - before
-        newest_first = reversed(self.branches[branch].calls if branch else self._history)
+        newest_first = reversed(self.branches[branch].commits if branch else self._history)
         return branch, serial_at(moment_of(call), call.run.index, newest_first, before=before)
 
     def _branch_of(self, call: Call) -> str:
@@ -637,7 +637,7 @@ class Calls:
         call.committed = self._on_branches[branch].get(call.call_id)
         if call.committed is not None:
             call.branch = branch
-            call.is_undone = call.call_id not in not_undone(self.branches[branch].calls)
+            call.is_undone = call.call_id not in not_undone(self.branches[branch].commits)
 
     def _without_a_run(self, calls: list[Call]) -> list[Call]:
         """Return calls without a record in a run: of other programs, or an undo by a person."""
