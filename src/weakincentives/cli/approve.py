@@ -12,24 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import (
+from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run, say
+from weakincentives.cli.database import is_named, open_runs
+from weakincentives.cli.options import (
     AsJson,
-    Misuse,
-    Workspace,
-    complete_runs,
-    echo,
-    examples,
-    existing_directory,
-    find_run,
-    say,
-)
-from weakincentives.cli.database import (
     DatabaseUrl,
+    Workspace,
     complete_durable_runs,
-    is_named,
-    open_runs,
+    complete_runs,
+    run_argument,
 )
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import NoSuchRun
 
 if TYPE_CHECKING:
     from weakincentives.durable.runs import Runs
@@ -60,12 +54,7 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
 
 def approve(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Which run; by default the only one that waits.",
-            autocompletion=_complete,
-        ),
+        str | None, run_argument("Which run; by default the only one that waits.", _complete)
     ] = None,
     workspace: Workspace = Path(),
     yes: Annotated[
@@ -131,8 +120,6 @@ def _all_asked(
     directory: Path, wanted: str | None, database: str | None
 ) -> Generator[list[_Asked]]:
     """Yield what a run asks, or all runs of a directory and of the database, oldest first."""
-    from weakincentives.errors import NoSuchRun
-
     with ExitStack() as stack:
         found: list[_Asked] = []
         runs = stack.enter_context(open_runs(database)) if is_named(database) else None

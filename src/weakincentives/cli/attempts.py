@@ -13,21 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+from typing import IO, Any, NoReturn, cast
 
 import typer
 
+from weakincentives.cli import entry
+from weakincentives.cli.agent import stopping
 from weakincentives.cli.common import Misuse, echo, say, shortened
-from weakincentives.cli.run import stopping
-from weakincentives.errors import WinkError
+from weakincentives.cli.config import Settings
+from weakincentives.cli.trust import trust_of
+from weakincentives.cli.view import Outcome
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.errors import SandboxUnavailable, WinkError
+from weakincentives.filesystem import Branch, branches_of
+from weakincentives.runtime import Attempt, BestOf, CommandJudge, best_of
 from weakincentives.text import counted
-
-if TYPE_CHECKING:
-    from weakincentives.cli.config import Settings
-    from weakincentives.cli.view import Outcome
-    from weakincentives.filesystem import Branch
-    from weakincentives.runtime import Attempt, BestOf
-    from weakincentives.runtime.attempts import CommandJudge
 
 _PATIENCE = 0.3
 """Seconds during which another signal does not stop it at once."""
@@ -67,9 +67,6 @@ class Attempts:
 
     def perform(self) -> int:
         """Make the attempts, show what became of them, and return the exit code."""
-        from weakincentives.cli.trust import trust_of
-        from weakincentives.runtime import best_of
-
         trust_of(self.settings.workspace).admit(self.settings)
         judge = self._command_judge()
         self.name = self.name or os.urandom(2).hex()
@@ -103,10 +100,6 @@ class Attempts:
 
     def _command_judge(self) -> CommandJudge:
         """Return a judge that runs its command as the agents run theirs."""
-        from weakincentives.contrib.tools import find_sandbox
-        from weakincentives.errors import SandboxUnavailable
-        from weakincentives.runtime import CommandJudge
-
         sandbox = self.settings.sandbox
         try:
             found = find_sandbox(sandbox)
@@ -239,8 +232,6 @@ class Attempts:
             echo(text)
 
     def _show_interrupted(self) -> None:
-        from weakincentives.filesystem import branches_of
-
         names = {f"{self.name}-{number}" for number in range(1, self.count + 1)}
         left = [each.name for each in branches_of(self.settings.workspace) if each.name in names]
         if self.as_json:
@@ -282,8 +273,6 @@ def main() -> NoReturn:
 
     The arguments of the process are the pipe's descriptor and those of `wink`.
     """
-    from weakincentives.cli import entry
-
     alive = int(sys.argv[1])
     os.set_inheritable(alive, False)
 

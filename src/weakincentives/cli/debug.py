@@ -15,8 +15,6 @@ import typer
 
 from weakincentives.cli.common import (
     Misuse,
-    Workspace,
-    complete_runs,
     echo,
     examples,
     existing_directory,
@@ -24,8 +22,9 @@ from weakincentives.cli.common import (
     say,
     shortened,
 )
-from weakincentives.cli.database import DatabaseUrl, is_named, open_runs
+from weakincentives.cli.database import is_named, open_runs
 from weakincentives.cli.fetch import where_to_look
+from weakincentives.cli.options import DatabaseUrl, RunName, Workspace, complete_runs, run_argument
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 
@@ -52,16 +51,6 @@ _QUERY_EXAMPLES = examples(
     more=f"Nothing is changed, and an agent may be running. {_PAGE}",
 )
 
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run: a prefix of its id, or the letters at its end.",
-        autocompletion=complete_runs,
-        show_default=False,
-    ),
-]
-
 
 def register(app: typer.Typer) -> None:
     app.command("debug", epilog=_DEBUG_EXAMPLES)(debug)
@@ -75,12 +64,7 @@ def register(app: typer.Typer) -> None:
 def debug(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run to begin with: a prefix of its id, or the letters at its end.",
-            autocompletion=complete_runs,
-            show_default=False,
-        ),
+        run_argument("A run to begin with: a prefix of its id, or the letters at its end."),
     ] = None,
     workspace: Workspace = Path(),
     port: Annotated[
@@ -187,11 +171,9 @@ def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
 def query(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run, or all: every call on the directory, which is the default.",
-            autocompletion=_complete_runs_or_all,
-            show_default=False,
+        run_argument(
+            "A run, or all: every call on the directory, which is the default.",
+            _complete_runs_or_all,
         ),
     ] = None,
     sql: Annotated[

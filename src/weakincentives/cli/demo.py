@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import typer
 
 from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
+from weakincentives.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import CallEnded, Event
@@ -56,8 +57,8 @@ def _demo(
     It plans, is denied a change to the tests, makes a mistake that is rolled back, and repairs the
     program. Then each call is explained.
     """
+    from weakincentives.cli.agent import AgentRun
     from weakincentives.cli.config import load_settings
-    from weakincentives.cli.run import AgentRun
 
     project = _fresh_copy(into)
     try:
@@ -110,7 +111,6 @@ def _contents(project: Path) -> Contents:
 
 def _sandbox(choice: str) -> Sandbox | None:
     from weakincentives.contrib.tools import find_sandbox
-    from weakincentives.errors import SandboxUnavailable
 
     try:
         return find_sandbox(cast("SandboxChoice", choice))

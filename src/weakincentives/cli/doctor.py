@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from weakincentives.cli.common import (
-    FILE_NAME,
-    AsJson,
-    Misuse,
-    Workspace,
-    echo,
-    examples,
-    existing_directory,
-    say,
-)
+from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, existing_directory, say
 from weakincentives.cli.models import PROVIDERS, problem_with_file
+from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.errors import SandboxUnavailable, SnapshotError, StateUnavailable, StoreRefused
+from weakincentives.state import state_directory
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -101,7 +95,6 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def _adopt(workspace: Path) -> int:
-    from weakincentives.errors import SnapshotError
     from weakincentives.filesystem import adopt_store
     from weakincentives.filesystem.store import location_of
     from weakincentives.runtime import OutcomeLedger, SavedSession, SavedSessionData
@@ -286,7 +279,6 @@ def _workspace(workspace: Path, settings: Settings | None, problem: str) -> Foun
 def _sandbox(settings: Settings | None) -> Found:
     from weakincentives.cli.trust import trust_of
     from weakincentives.contrib.tools import SandboxSettings, find_sandbox
-    from weakincentives.errors import SandboxUnavailable
     from weakincentives.filesystem.store import location_of
 
     chosen = SandboxSettings() if settings is None else settings.sandbox
@@ -410,12 +402,10 @@ def _engines(workspace: Path) -> Found:
 
 
 def _store(workspace: Path) -> Found:
-    from weakincentives.errors import StateUnavailable, StoreRefused
     from weakincentives.filesystem.store import Note, location_of, present_in
     from weakincentives.filesystem.tree import files_below
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.runtime.calls import Calls
-    from weakincentives.state import state_directory
 
     try:
         yield "ok", f"your key and state are in {state_directory()}"

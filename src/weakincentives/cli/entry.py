@@ -77,8 +77,7 @@ def make_app() -> typer.Typer:
 
     from weakincentives.cli import (
         approve,
-        branches,
-        chat,
+        branch,
         debug,
         demo,
         doctor,
@@ -87,11 +86,12 @@ def make_app() -> typer.Typer:
         history,
         hook,
         mcp,
-        program,
-        rerun,
         run,
         tools,
         worker,
+    )
+    from weakincentives.cli import (
+        exec as exec_,
     )
 
     app = typer.Typer(
@@ -120,10 +120,11 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    modules = (
-        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker, fetch),
-        *(tools, doctor, gc, mcp, hook),
-    )
-    for module in modules:
+    demo.register(app)
+    run.register(app)
+    approve.register(app)
+    run.register_chat(app)
+    for module in (exec_, history, debug, branch, worker, fetch, tools, doctor, gc, mcp):
         module.register(app)
+    hook.register(app)
     return app

@@ -15,10 +15,6 @@ import typer
 
 from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run, say
 from weakincentives.cli.database import (
-    DatabaseUrl,
-    DurableRunName,
-    Machine,
-    Objects,
     cache_directory,
     is_named,
     machine_name,
@@ -26,7 +22,14 @@ from weakincentives.cli.database import (
     open_runs,
     open_storage,
 )
-from weakincentives.errors import NoSuchRun
+from weakincentives.cli.options import DatabaseUrl, DurableRunName, Machine, Objects
+from weakincentives.errors import (
+    AlreadyExists,
+    NoSuchBranch,
+    NoSuchRun,
+    ObjectMissing,
+    WorkspaceLocked,
+)
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
@@ -163,7 +166,6 @@ class Fetch:
 
     def new_directory(self, path: Path) -> Path:
         """Make a directory with the base of the run."""
-        from weakincentives.errors import AlreadyExists, ObjectMissing
         from weakincentives.filesystem.portable import Base, materialize
 
         if self.is_local:
@@ -177,7 +179,6 @@ class Fetch:
 
     def into(self, directory: Path, *, force: bool = False) -> Fetched:
         """Copy the run into the store of a workspace; a copy that is there already is updated."""
-        from weakincentives.errors import NoSuchBranch, ObjectMissing, WorkspaceLocked
         from weakincentives.filesystem import branches_of, drop_branch
         from weakincentives.filesystem.portable import unpack_branch
         from weakincentives.filesystem.store import location_of

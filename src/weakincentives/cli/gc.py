@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from weakincentives.cli.common import (
-    AsJson,
     Misuse,
-    Workspace,
     echo,
     examples,
     existing_directory,
     open_workspace,
     say,
 )
+from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:

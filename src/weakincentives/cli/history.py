@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weakincentives.cli.common import (
-    AsJson,
+    InUse,
     Misuse,
-    RunOption,
-    Workspace,
-    complete_calls,
-    complete_runs,
     diff_style,
     echo,
     examples,
@@ -29,11 +25,22 @@ from weakincentives.cli.common import (
     say,
     shortened,
     summary_of,
-    user,
 )
-from weakincentives.cli.database import DatabaseUrl
 from weakincentives.cli.doctor import was_killed
 from weakincentives.cli.fetch import where_to_look
+from weakincentives.cli.options import (
+    AnyCall,
+    AsJson,
+    Before,
+    CallName,
+    DatabaseUrl,
+    Everything,
+    RunOption,
+    Workspace,
+    complete_calls,
+    run_argument,
+)
+from weakincentives.errors import FilesystemError, SnapshotError, UndoRefused, WorkspaceLocked
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -84,25 +91,11 @@ _REWIND_EXAMPLES = examples(
     more=_PAGE,
 )
 
-CallName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CALL",
-        help="RUN/N, N of the last run, or the id of a call.",
-        autocompletion=complete_calls,
-        show_default=False,
-    ),
-]
 LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
-Before = Annotated[bool, typer.Option("--before", help="Before the call instead of after it.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Replace later changes, too; the history still has them.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
-Everything = Annotated[
-    bool,
-    typer.Option("--all", "--ignored", help="Show ignored files, too, and long lists in full."),
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -115,13 +108,7 @@ def register(app: typer.Typer) -> None:
 
 def log(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Only this run: as --run, or one of a database.",
-            autocompletion=complete_runs,
-            show_default=False,
-        ),
+        str | None, run_argument("Only this run: as --run, or one of a database.")
     ] = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
@@ -192,7 +179,7 @@ def show(
 
 
 def diff(
-    call: CallName = None,
+    call: AnyCall = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
     last: LastCall = False,
@@ -220,7 +207,7 @@ def diff(
 
 
 def undo(
-    call: CallName = None,
+    call: AnyCall = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
     last: LastCall = False,
@@ -238,7 +225,6 @@ def undo(
     everything: Everything = False,
 ) -> int:
     """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
-    from weakincentives.errors import UndoRefused
     from weakincentives.runtime.undo import preview_undo
 
     if to is not None and (last or call is not None or run is not None):
@@ -267,15 +253,7 @@ def undo(
 
 
 def rewind(
-    call: Annotated[
-        str,
-        typer.Argument(
-            metavar="CALL",
-            help="RUN/N, N of the last run, or the id of a call.",
-            autocompletion=complete_calls,
-            show_default=False,
-        ),
-    ],
+    call: CallName,
     workspace: Workspace = Path(),
     before: Before = False,
     files_only: Annotated[
@@ -389,8 +367,6 @@ def _calls_of(calls: Calls, run: Run) -> list[Call]:
 @contextmanager
 def _reading(run: Run) -> Generator[None]:
     """Raise Misuse if a run cannot be read."""
-    from weakincentives.errors import SnapshotError
-
     try:
         yield
     except (OSError, SnapshotError) as error:
@@ -477,8 +453,6 @@ def _recovered(calls: Calls, shown: Files) -> Calls:
 
 
 def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) -> int:
-    from weakincentives.errors import FilesystemError, UndoRefused
-
     with _writable(calls.workspace, chosen[-1].branch) as files:
         for sentence in files.recovered:
             say(sentence)
@@ -510,16 +484,12 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
 @contextmanager
 def _writable(workspace: Path, branch: str) -> Generator[HostFilesystem]:
     """Open a branch, or the directory if the name is empty; raise Misuse if it is in use."""
-    from weakincentives.errors import FilesystemError, WorkspaceLocked
     from weakincentives.runtime.undo import open_files
 
     try:
         files = open_files(workspace, branch)
     except WorkspaceLocked as error:
-        what = f"the branch {branch}" if branch else str(workspace)
-        raise Misuse(
-            f"{what} is in use by {user(error)}: wait until it has ended, or stop it"
-        ) from error
+        raise InUse(error, f"the branch {branch}" if branch else str(workspace)) from error
     except (FilesystemError, NotImplementedError) as error:
         raise Misuse(str(error)) from error
     with files:
@@ -590,8 +560,6 @@ class _Rewind:
 
     def perform(self, force: bool, dry_run: bool) -> int:
         """Rewind, or show what would change; returns the exit code."""
-        from weakincentives.errors import UndoRefused
-
         try:
             return self._show(force) if dry_run else self._rewind(force)
         except UndoRefused as error:
@@ -619,8 +587,9 @@ class _Rewind:
         return print_diff(found.changes, self.shown)
 
     def _rewind(self, force: bool) -> int:
+        from weakincentives.cli.agent import open_session
         from weakincentives.cli.config import load_settings
-        from weakincentives.cli.run import open_session, with_flags_of
+        from weakincentives.cli.run import with_flags_of
         from weakincentives.runtime.rewind import rewind_run
 
         flags, stored = with_flags_of(self.run, {})

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from weakincentives.cli.common import INSIDE, Misuse, echo, examples
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import WinkError
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
@@ -119,7 +121,6 @@ def _answer(
 ) -> Mapping[str, Any] | None:
     """Return what to tell Claude Code, if anything."""
     from weakincentives.adapters.claude_program import NOT_CALLS, READING
-    from weakincentives.errors import WinkError
 
     name = str(told.get("tool_name", ""))
     is_before = event == "PreToolUse"
@@ -210,8 +211,6 @@ class _Hooked:
 
     def before(self) -> Mapping[str, Any] | None:
         """Note the files, unless another agent's tool is under way; say why it must not run."""
-        from weakincentives.clock import SYSTEM_CLOCK
-
         denial = self._admitted()
         if denial is not None and denial["hookSpecificOutput"]["permissionDecision"] == "deny":
             return denial

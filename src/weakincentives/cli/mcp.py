@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.branches import check_fits_branch, open_branch
-from weakincentives.cli.common import (
+from weakincentives.cli.common import Misuse, examples, open_branch, open_workspace, say
+from weakincentives.cli.database import open_runs
+from weakincentives.cli.options import (
     InPlace,
-    Misuse,
     Policy,
-    SandboxName,
+    Sandbox,
+    Verbose,
     Workspace,
     complete_branches,
     complete_suites,
-    examples,
-    open_workspace,
-    say,
 )
-from weakincentives.cli.database import open_runs
 from weakincentives.errors import SessionInUse, SnapshotError
 
 if TYPE_CHECKING:
@@ -85,7 +82,7 @@ def _mcp(
             autocompletion=complete_suites,
         ),
     ] = None,
-    sandbox: SandboxName = None,
+    sandbox: Sandbox = None,
     policy: Policy = None,
     in_place: InPlace = False,
     branch: Annotated[
@@ -105,7 +102,7 @@ def _mcp(
             help="Let the client's user answer what runs in this database ask.",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
     from weakincentives.cli.config import load_settings
@@ -154,7 +151,7 @@ def _server(
     fresh: bool,
     in_place: bool,
 ) -> Generator[McpServer]:
-    from weakincentives.cli.workbench import open_workbench
+    from weakincentives.cli.workbench import check_fits_branch, open_workbench
     from weakincentives.filesystem.store import location_of
     from weakincentives.mcp import McpServer, ask_client
     from weakincentives.runtime.calls import begin_run

@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import (
-    FILE_NAME,
-    AsJson,
-    Misuse,
-    Policy,
-    RunOption,
-    Workspace,
-    Yes,
-    complete_tools,
-    echo,
-    examples,
-    find_run,
-    hint,
-)
+from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, find_run, hint
+from weakincentives.cli.options import AsJson, Policy, RunOption, Workspace, Yes, complete_tools
+from weakincentives.errors import InvalidArguments, SnapshotError
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -179,7 +168,6 @@ def _named(offers: Mapping[str, Offer], name: str) -> Offer:
 
 def _session_of(settings: Settings, run: str) -> Session:
     from weakincentives.cli.workbench import load_types
-    from weakincentives.errors import SnapshotError
     from weakincentives.runtime import SavedSessionData, Session
 
     found = find_run(settings.workspace, run)
@@ -191,8 +179,6 @@ def _session_of(settings: Settings, run: str) -> Session:
 
 
 def _parsed(offer: Offer, arguments: str) -> object:
-    from weakincentives.errors import InvalidArguments
-
     try:
         return offer.tool.parse(json.loads(arguments))
     except InvalidArguments as error:

@@ -23,6 +23,8 @@ from weakincentives.errors import (
     SandboxUnavailable,
 )
 from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.filesystem.overlay import find_way
+from weakincentives.filesystem.store import location_of
 from weakincentives.prompt import (
     Approval,
     ApprovalPolicy,
@@ -130,8 +132,9 @@ def open_workbench(
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
-    opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
-    with opening if files is None else nullcontext(files) as files:
+    rules = settings.policy.unprotect
+    opening = nullcontext(files) if files else open_workspace(settings.workspace, unprotected=rules)
+    with opening as files:
         if tools is None:
             sections, shell, planning = _sections(settings, session, files)
         else:
@@ -431,3 +434,36 @@ def load_types(settings: Settings) -> None:
 
 def _loaded(key: str, spec: str, settings: Settings) -> object:
     return trust_of(settings.workspace).load(key, spec, settings)
+
+
+# On a branch
+
+
+def prefers_branch(settings: Settings) -> bool:
+    """Whether a run works on a branch while others have the directory open.
+
+    Not one with tools of the user's own, or of a vendor's program: they may reach the directory.
+    """
+    own = settings.sections or str(settings.model).partition(":")[0] == "claude"
+    if not settings.branches or own:
+        return False
+    store = location_of(settings.workspace)
+    has_store = "shell" in settings.suites and store.exists()
+    return not (has_store and isinstance(find_way(settings.workspace, store), str))
+
+
+def check_fits_branch(workbench: Workbench) -> None:
+    """Raise Misuse if a tool can only work on the directory itself."""
+    external = [name for name, each in workbench.offers.items() if each.tool.writes == "external"]
+    if external:
+        raise Misuse(
+            f"{', '.join(external)} starts programs that change the directory itself, so it cannot"
+            " work on a branch; use --in-place"
+        )
+    files = workbench.filesystem
+    way = "" if workbench.shell is None else find_way(files.root, files.store)
+    if isinstance(way, str) and way:
+        raise Misuse(
+            f"commands on a branch need an overlay: {way}; use --in-place, or leave out the suite"
+            ' "shell"'
+        )

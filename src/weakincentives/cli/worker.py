@@ -15,23 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import (
-    AsJson,
-    Misuse,
-    Policy,
-    SandboxName,
-    Workspace,
-    Yes,
-    echo,
-    examples,
-    say,
-    shortened,
-)
+from weakincentives.cli.common import Misuse, echo, examples, say, shortened
 from weakincentives.cli.database import (
-    DatabaseUrl,
-    DurableRunName,
-    Machine,
-    Objects,
     cache_directory,
     check_outside,
     machine_name,
@@ -40,21 +25,24 @@ from weakincentives.cli.database import (
     open_runs,
     open_storage,
 )
-from weakincentives.cli.run import (
-    Ask,
+from weakincentives.cli.options import (
+    AsJson,
     BranchName,
-    ContextWindow,
-    MaxCost,
-    MaxTokens,
-    MaxTurns,
-    Model,
-    Price,
-    Temperature,
-    TimeLimit,
-    given_flags,
-    set_flags,
+    DatabaseUrl,
+    DurableRunName,
+    Machine,
+    NoMerge,
+    Objects,
+    SubmitSettings,
+    Task,
+    Verbose,
+    Workspace,
+    Yes,
+    expanded,
 )
+from weakincentives.cli.run import text_of
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import FilesystemError, MissingExtra
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
@@ -95,7 +83,7 @@ _SEEN = 60.0
 
 
 def register(app: typer.Typer) -> None:
-    app.command("submit", epilog=_SUBMIT_EXAMPLES)(submit)
+    app.command("submit", epilog=_SUBMIT_EXAMPLES)(expanded(submit))
     app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
     app.command("ps", epilog=_PS_EXAMPLES)(ps)
     app.command("cancel", epilog=_CANCEL_EXAMPLES)(cancel)
@@ -105,21 +93,10 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    task: Annotated[
-        str, typer.Argument(metavar="TASK", help="What to do; - reads it from standard input.")
-    ],
+    task: Task,
     workspace: Workspace = Path(),
-    model: Model = None,
-    policy: Policy = None,
-    max_turns: MaxTurns = None,
-    max_tokens: MaxTokens = None,
-    max_cost: MaxCost = None,
-    price: Price = None,
-    context_window: ContextWindow = None,
-    time_limit: TimeLimit = None,
-    temperature: Temperature = None,
-    sandbox: SandboxName = None,
-    ask: Ask = None,
+    *,
+    settings: SubmitSettings,
     yes: Yes = False,
     anywhere: Annotated[
         bool,
@@ -134,9 +111,7 @@ def submit(
         ),
     ] = None,
     branch: BranchName = None,
-    no_merge: Annotated[
-        bool, typer.Option("--no-merge", help="Leave the changes on a branch.")
-    ] = False,
+    no_merge: NoMerge = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until it ends or needs an approval.")
     ] = False,
@@ -148,32 +123,27 @@ def submit(
     """Queue a run for a worker. It survives the death of processes and machines."""
     from weakincentives.cli.config import load_settings
 
-    task = sys.stdin.read() if task == "-" else task
-    if not task.strip():
-        raise Misuse('the task is empty: wink submit "..."')
+    task = text_of(task, 'the task is empty: wink submit "..."')
     if anywhere and git:
         raise Misuse("name only one of --anywhere and --git")
-    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
-    flags |= set_flags(
-        max_cost=max_cost, price=price, context_window=context_window, temperature=temperature
-    )
-    settings = load_settings(workspace, **flags)
-    _check(settings, flags)
+    flags = settings.given()
+    chosen = load_settings(workspace, **flags)
+    _check(chosen, flags)
     here = machine_name(machine)
     is_portable = anywhere or git is not None
     with open_runs(database) as runs:
-        check_outside(runs.database, settings.workspace)
-        place = {"workspace": str(settings.workspace), "machine": here}
+        check_outside(runs.database, chosen.workspace)
+        place = {"workspace": str(chosen.workspace), "machine": here}
         stored = objects_url(objects)
         about = {
             "kind": "run",
             "task": task,
-            "model": settings.model,
-            "flags": {**flags, "model": settings.model},
+            "model": chosen.model,
+            "flags": {**flags, "model": chosen.model},
             "branch": branch or "-",
             "no_merge": no_merge or branch is not None or is_portable,
             "yes": yes,
-            "base": _base(settings, git, open_storage(stored, runs.database))
+            "base": _base(chosen, git, open_storage(stored, runs.database))
             if is_portable
             else {"kind": "local", "workspace": place["workspace"]},
             "objects": stored,
@@ -183,14 +153,13 @@ def submit(
             task,
             about=about,
             machine="" if is_portable else here,
-            partition="" if about["no_merge"] else f"{here}:{settings.workspace}",
+            partition="" if about["no_merge"] else f"{here}:{chosen.workspace}",
         )
         return _submitted(runs, run, wait=wait, as_json=as_json)
 
 
 def _base(settings: Settings, repository: str | None, objects: ObjectStorage) -> dict[str, Any]:
     """Return what any machine can work on: a commit, or the directory as it is now."""
-    from weakincentives.errors import FilesystemError
     from weakincentives.filesystem.portable import git_base, store_tree
 
     directory = settings.workspace
@@ -280,13 +249,12 @@ def worker(
             help="After so long without a sign of life, a worker counts as dead.",
         ),
     ] = 30.0,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> int:
     """Perform the runs that were submitted to a database, until it is stopped."""
     from importlib.util import find_spec
 
-    from weakincentives.errors import MissingExtra
     from weakincentives.runtime import configure_logging
 
     if find_spec("dbos") is None:

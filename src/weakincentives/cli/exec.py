@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.common import (
-    INSIDE,
-    Misuse,
-    Policy,
-    Workspace,
-    examples,
-    open_workspace,
-    say,
-    shortened,
-)
+from weakincentives.cli.common import INSIDE, Misuse, examples, open_workspace, say, shortened
+from weakincentives.cli.options import Policy, Workspace
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import CommandFailed
 from weakincentives.state import WITHHELD
 from weakincentives.text import harmless
 
@@ -200,7 +193,6 @@ class _Program:
 
     def run(self, params: object, *, context: ToolContext) -> ToolResult[None]:
         """Run it from its start to its end."""
-        from weakincentives.errors import CommandFailed
         from weakincentives.tool_result import ToolResult
 
         files = cast("HostFilesystem", context.filesystem)
