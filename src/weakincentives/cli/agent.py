@@ -28,7 +28,7 @@ from weakincentives.cli.common import FOR_OTHERS, InUse, Misuse, open_branch, op
 from weakincentives.cli.config import Settings, save_rule
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
 from weakincentives.cli.question import Approver
-from weakincentives.cli.run import KIND
+from weakincentives.cli.run import KIND, inbox_of
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import (
     CallEnded,
@@ -74,11 +74,6 @@ from weakincentives.runtime.conversation import Message, last_conversation
 from weakincentives.runtime.forks import RUN, SECTIONS
 from weakincentives.runtime.merge import merge_branch, rebased
 from weakincentives.serde import dump
-
-
-def inbox_of(session: Path) -> Path:
-    """Return the inbox of a run; ``session`` is its file."""
-    return session.with_suffix(".inbox")
 
 
 @contextmanager

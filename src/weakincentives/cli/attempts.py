@@ -19,7 +19,7 @@ import typer
 
 from weakincentives.cli import entry
 from weakincentives.cli.agent import stopping
-from weakincentives.cli.common import Misuse, echo, say, shortened
+from weakincentives.cli.common import Misuse, echo, say, shortened, table
 from weakincentives.cli.config import Settings
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import Outcome
@@ -224,7 +224,7 @@ class Attempts:
             return
         if not self.quiet:
             rows = [self._row(self._fields(each)) for each in found.attempts]
-            echo("\n".join(_table([self._columns, *rows])))
+            echo("\n".join(table([self._columns, *rows])))
             echo("\n".join(_summary(found, left)), err=True)
         elif found.problem or winner is None:
             say(found.problem or _NONE_PASSED)
@@ -307,14 +307,6 @@ def _what_next(branches: Sequence[str]) -> str:
         f"{names} {verb}: see `wink branch diff {one}`, `wink branch merge {one}` and"
         f" `wink branch drop {one}`"
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table; its first row has the names of the columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
 
 
 def _print_json(kind: str, fields: Mapping[str, object]) -> None:

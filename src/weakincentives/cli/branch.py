@@ -21,6 +21,7 @@ from weakincentives.cli.common import (
     open_branch,
     open_workspace,
     say,
+    table,
 )
 from weakincentives.cli.history import Files, find_call, print_diff
 from weakincentives.cli.options import (
@@ -290,10 +291,8 @@ def list_branches(workspace: Workspace = Path(), as_json: AsJson = False) -> Non
         shown = (row["name"], row["run"] or "-", _age(now - float(row["time"])), row["calls"])
         state = "in use" if row["in_use"] else ""
         lines.append([*map(str, shown), str(len(row["files"])), str(row["behind"]), state])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
-        echo("  ".join(cells).rstrip())
+    for line in table(lines):
+        echo(line)
 
 
 def _row(calls: Calls, info: BranchInfo) -> dict[str, Any]:

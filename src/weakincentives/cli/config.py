@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory, hint
+from weakincentives.cli.trust import Found, trust_of
 from weakincentives.contrib.tools import SandboxLimits, SandboxSettings
 
 if TYPE_CHECKING:
@@ -188,8 +189,6 @@ def load_settings(
 
 def save_rule(workspace: Path, rule: ApprovalRule) -> None:
     """Add a rule to the end of ``wink.toml``, as approved; the rest of the file stays as it is."""
-    from weakincentives.cli.trust import Found, trust_of
-
     path, trust = workspace / FILE_NAME, trust_of(workspace)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise Misuse(f"{path} is not a regular file")

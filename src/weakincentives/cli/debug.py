@@ -23,8 +23,8 @@ from weakincentives.cli.common import (
     shortened,
 )
 from weakincentives.cli.database import is_named, open_runs
-from weakincentives.cli.fetch import where_to_look
 from weakincentives.cli.options import DatabaseUrl, RunName, Workspace, complete_runs, run_argument
+from weakincentives.cli.worker import where_to_look
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 

@@ -20,7 +20,7 @@ from weakincentives.cli.models import PROVIDERS, problem_with_file
 from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.errors import SandboxUnavailable, SnapshotError, StateUnavailable, StoreRefused
 from weakincentives.state import state_directory
-from weakincentives.text import harmless
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
@@ -419,8 +419,7 @@ def _store(workspace: Path) -> Found:
         return
     size = sum(status.st_size for status in files_below(store)) / (1 << 20)
     calls = Calls(workspace)
-    runs = "1 run" if len(calls.runs) == 1 else f"{len(calls.runs)} runs"
-    yield "ok", f"{store}: {size:.1f} MiB, {runs}"
+    yield "ok", f"{store}: {size:.1f} MiB, {counted(len(calls.runs), 'run')}"
     for sentence in calls.history.damaged():
         yield "warning", sentence, "nothing: that call can no longer be undone"
     ledger = OutcomeLedger(store / "outcomes.jsonl")

@@ -81,7 +81,6 @@ def make_app() -> typer.Typer:
         debug,
         demo,
         doctor,
-        fetch,
         gc,
         history,
         hook,
@@ -124,7 +123,7 @@ def make_app() -> typer.Typer:
     run.register(app)
     approve.register(app)
     run.register_chat(app)
-    for module in (exec_, history, debug, branch, worker, fetch, tools, doctor, gc, mcp):
+    for module in (exec_, history, debug, branch, worker, tools, doctor, gc, mcp):
         module.register(app)
     hook.register(app)
     return app

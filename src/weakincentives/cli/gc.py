@@ -19,7 +19,7 @@ from weakincentives.cli.common import (
     say,
 )
 from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.text import harmless
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Limits, Pruned
@@ -96,7 +96,7 @@ def gc(
     _show(store, before, after)
     echo(_sentence(pruned, len(runs), dry_run=dry_run))
     if pruned.damaged:
-        damaged = _counted(pruned.damaged, "damaged call")
+        damaged = counted(pruned.damaged, "damaged call")
         say(f"{damaged}: no unused content was removed, because these calls may need it")
     return 0
 
@@ -159,12 +159,8 @@ def _sentence(pruned: Pruned, runs: int, *, dry_run: bool) -> str:
         "left-over file": pruned.left,
         "scan index": int(pruned.scan_index),
     }
-    parts = [_counted(count, what) for what, count in found.items() if count]
+    parts = [counted(count, what) for what, count in found.items() if count]
     removed = f"{'Would remove' if dry_run else 'Removed'}: {', '.join(parts) or 'nothing'}."
     if not pruned.compressed:
         return removed
-    return f"{removed} Compressed: {_counted(pruned.compressed, 'content')}."
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{removed} Compressed: {counted(pruned.compressed, 'content')}."

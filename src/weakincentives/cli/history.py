@@ -27,7 +27,6 @@ from weakincentives.cli.common import (
     summary_of,
 )
 from weakincentives.cli.doctor import was_killed
-from weakincentives.cli.fetch import where_to_look
 from weakincentives.cli.options import (
     AnyCall,
     AsJson,
@@ -40,6 +39,7 @@ from weakincentives.cli.options import (
     complete_calls,
     run_argument,
 )
+from weakincentives.cli.worker import where_to_look
 from weakincentives.errors import FilesystemError, SnapshotError, UndoRefused, WorkspaceLocked
 from weakincentives.text import harmless
 

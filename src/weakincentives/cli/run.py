@@ -213,13 +213,14 @@ def resume(
     quiet: Quiet = False,
 ) -> int:
     """Resume a run that was interrupted, failed or killed, or continue one that has finished."""
-    from weakincentives.cli.agent import AgentRun
     from weakincentives.cli.config import load_settings
 
     if run_id is not None and message is None and " " in run_id:
         run_id, message = None, run_id  # wink resume "and the docs"
     earlier = _run_to_resume(existing_directory(workspace), run_id, message)
     flags, stored = with_flags_of(earlier, settings.given())
+    from weakincentives.cli.agent import AgentRun
+
     return AgentRun(
         settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
@@ -286,7 +287,6 @@ def send(
     workspace: Workspace = Path(),
 ) -> None:
     """Send a message to a run in progress; the model reads it before its next turn."""
-    from weakincentives.cli.agent import inbox_of
     from weakincentives.runtime import Inbox, SavedSession
     from weakincentives.runtime.calls import runs_of
 
@@ -304,6 +304,11 @@ def send(
     if SavedSession.is_in_use(runs[0].path):
         raise Misuse(f"{name} is a chat that waits for input: type the message there")
     raise Misuse(f'{name} is not in progress; to continue it: wink resume {name} "..."')
+
+
+def inbox_of(session: Path) -> Path:
+    """Return the inbox of a run; ``session`` is its file."""
+    return session.with_suffix(".inbox")
 
 
 def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -10,10 +10,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
+from weakincentives.cli.config import Settings
 from weakincentives.cli.trust import file_of, trust_of
+from weakincentives.contrib.tools import (
+    PlanningToolsSection,
+    PodmanSandboxConfig,
+    PodmanSandboxSection,
+    SandboxSettings,
+    VfsConfig,
+    VfsToolsSection,
+    WorkspaceDigestSection,
+    file_tools,
+    planning_tools,
+)
 from weakincentives.contrib.tools.saved import load_types as load_own_types
 from weakincentives.errors import (
     FilesystemError,
@@ -41,6 +53,7 @@ from weakincentives.prompt import (
     Tool,
 )
 from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.completion import TaskCompletionChecker
 from weakincentives.prompt.overrides import (
     PromptOverrides,
     SectionOverride,
@@ -51,11 +64,6 @@ from weakincentives.prompt.policies import AnyPolicy, attach
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
-
-if TYPE_CHECKING:
-    from weakincentives.cli.config import Settings
-    from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
-    from weakincentives.prompt.completion import TaskCompletionChecker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +181,6 @@ def open_workbench(
 def _sections(
     settings: Settings, session: Session, files: HostFilesystem
 ) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
-    from weakincentives.contrib.tools import (
-        PlanningToolsSection,
-        VfsConfig,
-        VfsToolsSection,
-        WorkspaceDigestSection,
-    )
-
     sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
     planning = shell = None
     rules = (ReadBeforeWritePolicy(),) if settings.policy.read_before_write else ()
@@ -217,12 +218,6 @@ def _overrides(template: PromptTemplate[Any], texts: Mapping[str, str]) -> Promp
 def _shell(
     settings: Settings, files: HostFilesystem, rules: Sequence[AnyPolicy]
 ) -> PodmanSandboxSection:
-    from weakincentives.contrib.tools import (
-        PodmanSandboxConfig,
-        PodmanSandboxSection,
-        SandboxSettings,
-    )
-
     config = PodmanSandboxConfig(filesystem=files, sandbox=settings.sandbox)
     section = PodmanSandboxSection(config=config, policies=rules)
     if settings.sandbox != SandboxSettings():  # chosen settings must work
@@ -412,8 +407,6 @@ def _check_names(settings: Settings, offered: Iterable[str]) -> None:
 
 def suite_tools() -> set[str]:
     """Return the tools of all suites: a rule may be about one that is disabled."""
-    from weakincentives.contrib.tools import file_tools, planning_tools
-
     tools = {tool.name for tool in (*file_tools(), *planning_tools())}
     commands = {"shell_execute", "evaluate_python", "evaluate_script"}
     return tools | commands | {"update_digest", "open_sections", "read_section"}
