@@ -258,8 +258,7 @@ class Chat(AgentRun):
             echo("Nothing to undo: no files were changed, or it is already undone.")
             return
         notes = self._files.undo(*(each.call_id for each in reversed(changed)), force=force)
-        for note in notes:
-            say(note)
+        say(*notes)
         echo(f"Undone: {shortened(_paths(changed), 200)}")
         where = "" if self._branch is None else f"{self._branch.name}/"
         echo(f"To redo it after the chat: wink undo {where}{self._files.history()[-1].call_id}")
@@ -275,8 +274,7 @@ class Chat(AgentRun):
             return
         target = self._numbered(*rest)
         changed = _of(messages[int(rest[0]) - 1 :], self._live())
-        for note in self._saved.rewind(int(rest[0]), self._files, force=force):
-            say(note)
+        say(*self._saved.rewind(int(rest[0]), self._files, force=force))
         self._view.plan = self._plan_now()
         undone = f" Undone: {shortened(_paths(changed), 200)}" if changed else ""
         echo(f"Back before message {rest[0]}.{undone}")

@@ -49,9 +49,10 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(harmless(text, lines=True), err=err)
 
 
-def say(text: str) -> None:
-    """Print one line on standard error."""
-    echo(f"wink: {harmless(text)}", err=True)
+def say(*texts: str) -> None:
+    """Print each text as one line on standard error."""
+    for text in texts:
+        echo(f"wink: {harmless(text)}", err=True)
 
 
 def hint(wrong: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:

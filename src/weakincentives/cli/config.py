@@ -10,6 +10,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -122,12 +123,10 @@ KEYS = (
 )
 """Every key that a flag or variable can have, too, in the order of the documentation."""
 _CODE = ("sections", "policy.use")
-_SCALARS = (
-    "model", "temperature", "max_turns", "max_tokens", "max_cost", "price", "context_window",
-    "time_limit", "branches",
-    "policy.read_before_write", "sandbox.engine", "sandbox.image", "sandbox.detect",
-    "sandbox.timeout", "sandbox.max_timeout",
-)  # fmt: skip
+_LISTS = (
+    "sandbox.network",
+    *(key for key in KEYS if isinstance(attrgetter(key)(Values()), tuple)),
+)
 _PAIRS = ("policy.quota", "policy.rate", "policy.after", "sandbox.limits")
 _LARGEST = 1 << 20
 _WIDER = tuple(f"sandbox.{name}" for name in ("read", "write", "env", "network", "limits", "image"))
@@ -370,7 +369,7 @@ def _from_text(where: str, key: str, text: str) -> dict[str, Any]:
         value = dict(_pair(where, key, part) for part in _parts(text))
     elif (where, key) == ("--sandbox", "sandbox.env"):
         value = [text]  # a value may have commas
-    elif key not in _SCALARS and (key, text) != ("sandbox.network", "off"):
+    elif key in _LISTS and (key, text) != ("sandbox.network", "off"):
         value = _parts(text)
     if not value:  # probably an unset shell variable
         raise Misuse(f"{where}: {key} is empty")

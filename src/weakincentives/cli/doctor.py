@@ -116,8 +116,7 @@ def _adopt(workspace: Path) -> int:
     outcomes = store / "outcomes.jsonl"
     if OutcomeLedger(outcomes).damage():
         notes += OutcomeLedger.adopt(outcomes)
-    for note in notes:
-        say(note)
+    say(*notes)
     echo(f"{store} carries your seal now.")
     return 0
 

@@ -97,8 +97,7 @@ def exec_program(
     # With checkpoints the program works on while one is committed: nobody else may come between.
     alone, rules = checkpoint is not None, settings.policy.unprotect
     with open_workspace(settings.workspace, unprotected=rules, alone=alone) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         with begin_run(files.store, about) as run, ExitStack() as at_end, _Signals() as signals:
             program = _Program(command, files, signals, at_end, asks, checkpoint)
             try:

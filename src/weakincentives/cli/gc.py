@@ -135,8 +135,7 @@ def _prune(directory: Path, store: Path, limits: _Limits) -> tuple[Pruned, list[
     from weakincentives.runtime.calls import delete_runs, old_runs
 
     with open_workspace(directory) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         pruned = files.prune(limits.history, left_too=limits.left_too)
         return pruned, delete_runs(old_runs(store, limits.runs))
 

@@ -127,8 +127,7 @@ def log(
     calls, files = _opened(workspace, everything)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
-    for sentence in (*calls.history.damaged(), *calls.damage()):
-        say(sentence)
+    say(*calls.history.damaged(), *calls.damage())
     for each in {call.run.id: call.run for call in found if call.run is not None}.values():
         if times := each.compactions:
             how_often = "once" if times == 1 else f"{times} times"
@@ -235,7 +234,8 @@ def undo(
         calls = _recovered(calls, files)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
     if call is not None and _undoes_rewind(calls, chosen[0]):
-        return _rewind(calls, chosen[0], files, before=True).perform(force, dry_run)
+        rewound = _Rewind(calls=calls, target=chosen[0], shown=files, before=True)
+        return rewound.perform(force, dry_run)
     left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
@@ -277,7 +277,8 @@ def rewind(
         calls = _recovered(calls, files)
     target = find_call(calls, call)
     parts = "files" if files_only else "conversation" if conversation_only else "all"
-    return _rewind(calls, target, files, before=before, parts=parts).perform(force, dry_run)
+    rewound = _Rewind(calls=calls, target=target, shown=files, before=before, parts=parts)
+    return rewound.perform(force, dry_run)
 
 
 _FORGOTTEN = "the history no longer has them"
@@ -446,16 +447,13 @@ def _recovered(calls: Calls, shown: Files) -> Calls:
     """Roll back a killed call, and read the history again."""
     with _writable(calls.workspace, "") as files:
         left = files.recovered
-    say("a call was killed; its changes were rolled back first")
-    for sentence in left:
-        say(sentence)
+    say("a call was killed; its changes were rolled back first", *left)
     return _opened(calls.workspace, shown.everything)[0]
 
 
 def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) -> int:
     with _writable(calls.workspace, chosen[-1].branch) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         ids = [each.call_id for each in chosen]
         try:
             notes = files.undo(*ids, force=force)
@@ -467,8 +465,7 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
         except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
-    for sentence in notes:
-        say(sentence)
+    say(*notes)
     done = _newest(calls.workspace, chosen[-1].branch, shown)
     if done is None or done.call.undoes != tuple(ids):
         say("nothing was undone")
@@ -532,31 +529,26 @@ def _undoes_rewind(calls: Calls, call: Call) -> bool:
         raise Misuse(str(error)) from error
 
 
-def _rewind(
-    calls: Calls, target: Call, shown: Files, *, before: bool, parts: Parts = "all"
-) -> _Rewind:
-    if target.run is None:
-        raise Misuse(f"{target.name} is not a call of a run; to undo its files: wink undo")
-    return _Rewind(
-        calls=calls, target=target, run=target.run, shown=shown, before=before, parts=parts
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Rewind:
     """A rewind to a call of a run."""
 
     calls: Calls
     target: Call
-    run: Run
     shown: Files
     before: bool
     parts: Parts = "all"
 
     @property
+    def _run(self) -> Run:
+        if self.target.run is None:
+            raise Misuse(f"{self.target.name} is not a call of a run; to undo its files: wink undo")
+        return self.target.run
+
+    @property
     def _branch(self) -> str:
         """Where the run works now."""
-        return self.run.branch if self.run.branch in self.calls.branches else ""
+        return self._run.branch if self._run.branch in self.calls.branches else ""
 
     def perform(self, force: bool, dry_run: bool) -> int:
         """Rewind, or show what would change; returns the exit code."""
@@ -573,7 +565,7 @@ class _Rewind:
         found = preview_rewind(
             self.calls,
             self.target,
-            self.run,
+            self._run,
             before=self.before,
             parts=self.parts,
             force=force,
@@ -592,14 +584,13 @@ class _Rewind:
         from weakincentives.cli.run import with_flags_of
         from weakincentives.runtime.rewind import rewind_run
 
-        flags, stored = with_flags_of(self.run, {})
+        flags, stored = with_flags_of(self._run, {})
         settings = load_settings(self.calls.workspace, stored=stored, **flags)
         with (
             _writable(self.calls.workspace, self._branch) as files,
-            open_session(self.run, settings) as saved,
+            open_session(self._run, settings) as saved,
         ):
-            for sentence in files.recovered:
-                say(sentence)
+            say(*files.recovered)
             done = rewind_run(
                 saved,
                 files,
@@ -608,23 +599,23 @@ class _Rewind:
                 parts=self.parts,
                 force=force,
             )
-        for sentence in done.notes:
-            say(sentence)
+        say(*done.notes)
         self._report(done)
         return 0
 
     def _report(self, done: Rewound) -> None:
         when = "before" if self.before else "after"
         only = "" if self.parts == "all" else f" ({self.parts} only)"
+        lines: list[Line] = [
+            [(f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}", "bold")]
+        ]
         newest = _newest(self.calls.workspace, self._branch, self.shown)
-        has_changed = newest is not None and newest.call.call_id == done.call_id
-        name = f"{self.target.name} {_tool(self.target)}"
-        _print([[(f"Rewound to {when} {name}{only}", "bold")]])
-        if has_changed and newest is not None:
-            _print(self.shown.lines(newest.files))
-        mark = self.run.mark
+        if newest is not None and newest.call.call_id == done.call_id:
+            lines += self.shown.lines(newest.files)
+        _print(lines)
+        mark = self._run.mark
         echo(f"To undo the rewind: wink undo {mark}/{done.number}")
-        if self.parts != "files" and self.run.data.about.get("kind") == "run":
+        if self.parts != "files" and self._run.data.about.get("kind") == "run":
             echo(f'To continue from here: wink resume {mark} "..."')
 
 
