@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,7 @@ class AgentRun:
     """The branch to work on; ``-`` has the mark of the run for a name."""
     no_merge: bool = False
     in_place: bool = False
-    """Whether nobody else may work on the directory meanwhile."""
+    """Whether to lock other processes out of the directory."""
     as_json: bool = False
     quiet: bool = False
     attached: Sequence[Media] = ()
@@ -190,7 +190,7 @@ class AgentRun:
                 drop_branch(workspace, self._branch.name)
 
     def _is_done_with(self, branch: Branch) -> bool:
-        """Whether nobody needs a branch any more: this run made it, and it is merged or empty."""
+        """Whether the branch can be dropped: this run made it, and it is merged or empty."""
         if branch.info.about.get(RUN) != self._run_file.mark:
             return False
         return self._is_merged or self.dry_run or not self._run_file.path.exists()
@@ -218,14 +218,9 @@ class AgentRun:
         self._branch = open_branch(workspace, name, run=self._run_file.mark, unprotected=rules)
         return self._branch
 
-    @contextmanager
-    def _resumed(self) -> Generator[SavedSession | None]:
-        """Yield the saved session of a resumed run; None for a new run."""
-        if self.earlier is None:
-            yield None
-            return
-        with open_session(self.earlier, self.settings) as saved:
-            yield saved
+    def _resumed(self) -> AbstractContextManager[SavedSession | None]:
+        """Open the saved session of a resumed run; None for a new run."""
+        return open_session(self.earlier, self.settings) if self.earlier else nullcontext()
 
     @contextmanager
     def _open_workbench(self, files: HostFilesystem, saved: SavedSession | None) -> Generator[None]:

@@ -30,22 +30,10 @@ if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.approvals import PendingApproval
 
-_EXAMPLES = examples(
-    'wink run "tidy up" --ask shell_execute --ask-elsewhere &',
-    "wink approve                          # shows what it wants to do, and asks",
-    'wink approve k3f --deny "not on main"  # the model is told why',
-    "wink approve --json                   # what waits for an answer",
-    "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
-    more='In the documentation: "The commands", "Approvals, days later".',
-)
 _WIDTH = 100
 """Columns of a request where there is no terminal."""
 _LOOK = 1.0
 """Seconds between two looks whether a database still has the question."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("approve", epilog=_EXAMPLES)(approve)
 
 
 def _complete(context: typer.Context, incomplete: str) -> list[str]:
@@ -53,6 +41,14 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     return list(dict.fromkeys([*complete_runs(context, incomplete), *durable]))
 
 
+@examples(
+    'wink run "tidy up" --ask shell_execute --ask-elsewhere &',
+    "wink approve                          # shows what it wants to do, and asks",
+    'wink approve k3f --deny "not on main"  # the model is told why',
+    "wink approve --json                   # what waits for an answer",
+    "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
+    more='In the documentation: "The commands", "Approvals, days later".',
+)
 def approve(
     run: Annotated[
         str | None, run_argument("Which run; by default the only one that waits.", _complete)
@@ -170,7 +166,7 @@ def _settle(asked: _Asked, *, yes: bool, deny: str | None) -> int:
 
 
 def _answer(asked: _Asked, *, yes: bool, deny: str | None) -> Approval | None:
-    """Show a request and return the answer; None if nobody answers."""
+    """Show a request and return the answer; None if there is none."""
     from weakincentives.cli.question import ask_here, question
     from weakincentives.prompt.approval import Approval
 

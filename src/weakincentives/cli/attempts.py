@@ -66,7 +66,7 @@ class Attempts:
     """What the runs said at their end, by the number of the attempt."""
 
     def perform(self) -> int:
-        """Make the attempts, show what became of them, and return the exit code."""
+        """Make the attempts, show how they ended, and return the exit code."""
         trust_of(self.settings.workspace).admit(self.settings)
         judge = self._command_judge()
         self.name = self.name or os.urandom(2).hex()

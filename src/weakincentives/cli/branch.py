@@ -54,53 +54,18 @@ WORKSPACE = "workspace"
 _MOST_PATHS = 20
 
 _PAGE = 'In the documentation: "Branches".'
-_FORK_EXAMPLES = examples(
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A branch.", autocompletion=complete_branches)
+]
+
+
+@examples(
     "wink fork                          # the last run as it is now, on a branch",
     "wink fork k3f/4 --name parser      # as just after this call; --before: before it",
     'wink resume parser "use a regex"   # continues there; the directory stays as it is',
     "wink branch merge parser           # when you like what it did",
     more=_PAGE,
 )
-_RERUN_EXAMPLES = examples(
-    "wink rerun k3f/4 --set path=src/b.py        # with one other argument",
-    "wink rerun k3f/4 --section your-work=my.txt # the model is asked again, with this text",
-    "wink rerun k3f/4 --policy protect=src       # the same call under another rule",
-    "wink branch diff m7x workspace              # how the two differ",
-    more=_PAGE,
-)
-_DIFF_EXAMPLES = examples(
-    "wink branch diff parser            # what it changed",
-    "wink branch diff parser workspace  # how it differs from the directory now",
-    "wink branch diff parser lexer      # how it differs from another branch",
-    more=_PAGE,
-)
-_MERGE_EXAMPLES = examples(
-    "wink branch merge parser --dry-run",
-    "wink branch merge parser",
-    "wink branch merge parser --prefer branch   # where both changed the same lines",
-    more=f"Nothing is merged if there are conflicts; wink undo undoes a merge. {_PAGE}",
-)
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A branch.", autocompletion=complete_branches)
-]
-
-
-def register(app: typer.Typer) -> None:
-    branch = typer.Typer(
-        help="List, compare, merge, drop and check out branches.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    branch.command("list")(list_branches)
-    branch.command("diff", epilog=_DIFF_EXAMPLES)(diff)
-    branch.command("merge", epilog=_MERGE_EXAMPLES)(merge)
-    branch.command("drop")(drop)
-    branch.command("checkout")(checkout)
-    app.command("fork", epilog=_FORK_EXAMPLES)(fork)
-    app.command("rerun", epilog=_RERUN_EXAMPLES)(rerun)
-    app.add_typer(branch, name="branch")
-
-
 def fork(
     call: AnyCall = None,
     workspace: Workspace = Path(),
@@ -149,6 +114,13 @@ def _last_call(calls: Calls) -> Call | None:
     return None
 
 
+@examples(
+    "wink rerun k3f/4 --set path=src/b.py        # with one other argument",
+    "wink rerun k3f/4 --section your-work=my.txt # the model is asked again, with this text",
+    "wink rerun k3f/4 --policy protect=src       # the same call under another rule",
+    "wink branch diff m7x workspace              # how the two differ",
+    more=_PAGE,
+)
 def rerun(
     call: CallName,
     message: Annotated[
@@ -318,6 +290,12 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+@examples(
+    "wink branch diff parser            # what it changed",
+    "wink branch diff parser workspace  # how it differs from the directory now",
+    "wink branch diff parser lexer      # how it differs from another branch",
+    more=_PAGE,
+)
 def diff(
     name: Name,
     other: Annotated[
@@ -348,6 +326,12 @@ def diff(
         return print_diff(changes, files)
 
 
+@examples(
+    "wink branch merge parser --dry-run",
+    "wink branch merge parser",
+    "wink branch merge parser --prefer branch   # where both changed the same lines",
+    more=f"Nothing is merged if there are conflicts; wink undo undoes a merge. {_PAGE}",
+)
 def merge(
     name: Name,
     workspace: Workspace = Path(),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -19,6 +19,8 @@ from weakincentives.text import summary_of as summary_of
 if TYPE_CHECKING:
     from weakincentives.filesystem import Branch, HostFilesystem
     from weakincentives.runtime.calls import Run
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
 
 FILE_NAME = "wink.toml"
 INSIDE = "WINK_EXEC"
@@ -61,10 +63,19 @@ def hint(wrong: str, known: Iterable[str], otherwise: str = "", cutoff: float = 
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-def examples(*lines: str, more: str = "") -> str:
-    """Return the epilog of a command's help."""
-    block = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
-    return f"{block}\n\n{more}"
+EPILOGS: dict[object, str] = {}
+"""What follows the options in the help of a command."""
+
+
+def examples(*lines: str, more: str = "") -> Callable[[_Command], _Command]:
+    """Give a command examples, and more text after them, in its help."""
+
+    def remember(command: _Command) -> _Command:
+        block = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+        EPILOGS[command] = f"{block}\n\n{more}"
+        return command
+
+    return remember
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

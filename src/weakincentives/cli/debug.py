@@ -32,35 +32,17 @@ if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
 
 _PAGE = 'In the documentation: "Debugger".'
-_DEBUG_EXAMPLES = examples(
-    "wink debug                    # all runs and branches of the directory",
-    "wink debug k3f                # one run: timeline, files, state, blame",
-    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
-    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
-)
-_EXPORT_EXAMPLES = examples(
-    "wink export k3f -o run.html",
-    "wink export k3f -o run.html --changed-only --max-size 5",
-    more=f"The file opens from disk and makes no request. {_PAGE}",
-)
-_QUERY_EXAMPLES = examples(
-    "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
-    'wink query "select tool, count(*), avg(duration) from calls group by tool"',
-    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
-    "wink query --schema",
-    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("debug", epilog=_DEBUG_EXAMPLES)(debug)
-    app.command("export", epilog=_EXPORT_EXAMPLES)(export)
-    app.command("query", epilog=_QUERY_EXAMPLES)(query)
 
 
 # debug
 
 
+@examples(
+    "wink debug                    # all runs and branches of the directory",
+    "wink debug k3f                # one run: timeline, files, state, blame",
+    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
+    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
+)
 def debug(
     run: Annotated[
         str | None,
@@ -119,6 +101,11 @@ def _open(link: str) -> bool:
 # export
 
 
+@examples(
+    "wink export k3f -o run.html",
+    "wink export k3f -o run.html --changed-only --max-size 5",
+    more=f"The file opens from disk and makes no request. {_PAGE}",
+)
 def export(
     run: RunName,
     output: Annotated[
@@ -168,6 +155,13 @@ def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
     return every + complete_runs(context, incomplete)
 
 
+@examples(
+    "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
+    'wink query "select tool, count(*), avg(duration) from calls group by tool"',
+    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
+    "wink query --schema",
+    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
+)
 def query(
     run: Annotated[
         str | None,

@@ -25,22 +25,18 @@ if TYPE_CHECKING:
 
 _DATA = Path(__file__).with_name("demo_project")
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."
-_EXAMPLE = examples(
-    "wink demo                        # in a new temporary directory, which is not deleted",
-    "wink demo --into ~/till          # somewhere else",
-    "wink demo --model openai:NAME    # a real model on the same project",
-    more='On a project of yours: wink run "what to do" --workspace DIR',
-)
 
 Contents: TypeAlias = Mapping[str, tuple[int, bytes]]
 """The mode and bytes of every file, by path."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("demo", epilog=_EXAMPLE)(_demo)
-
-
-def _demo(
+@examples(
+    "wink demo                        # in a new temporary directory, which is not deleted",
+    "wink demo --into ~/till          # somewhere else",
+    "wink demo --model openai:NAME    # a real model on the same project",
+    more='On a project of yours: wink run "what to do" --workspace DIR',
+)
+def demo(
     model: Annotated[
         str | None,
         typer.Option(

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.sandbox.environment import ProjectEnvironment
     from weakincentives.filesystem import CommandResult
 
-_EXAMPLES = examples(
-    "wink doctor",
-    "wink doctor -w ~/project --json",
-    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
-    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
-    'variables are never shown. In the documentation: "Looking first".',
-)
 
 Level = Literal["ok", "warning", "error"]
 Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
@@ -53,10 +46,13 @@ class Finding:
     """What to do about it."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog=_EXAMPLES)(doctor)
-
-
+@examples(
+    "wink doctor",
+    "wink doctor -w ~/project --json",
+    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
+    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
+    'variables are never shown. In the documentation: "Looking first".',
+)
 def doctor(
     workspace: Workspace = Path(),
     as_json: AsJson = False,

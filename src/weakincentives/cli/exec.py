@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from weakincentives.runtime import SavedSession
     from weakincentives.tool_result import ToolResult
 
-_EXAMPLES = examples(
+QUIET = 1.0
+"""Seconds without a change that make a moment quiet."""
+_LOOK = 0.25
+"""Seconds between looks for changes."""
+_MOST_FILES = 5
+
+
+@examples(
     "wink exec -- make release              # committed if it exits with 0, else rolled back",
     "wink exec --ask -- vim notes.txt       # shows the diff, then asks",
     "wink exec -w ~/project -- claude       # another vendor's agent",
@@ -39,22 +46,6 @@ _EXAMPLES = examples(
     "it does outside the directory is not rolled back. The exit code is the program's; 1 if its "
     'changes were refused. In the documentation: "Any program as a transaction".',
 )
-QUIET = 1.0
-"""Seconds without a change that make a moment quiet."""
-_LOOK = 0.25
-"""Seconds between looks for changes."""
-_MOST_FILES = 5
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "exec",
-        epilog=_EXAMPLES,
-        # What comes after the program's name is the program's.
-        context_settings={"allow_interspersed_args": False},
-    )(exec_program)
-
-
 def exec_program(
     command: Annotated[
         list[str],
@@ -73,7 +64,7 @@ def exec_program(
             "--checkpoint",
             metavar="SECONDS",
             min=1,
-            help="Commit what changed so far at quiet moments, so often at most.",
+            help="Commit what changed so far at quiet moments, at most this often.",
         ),
     ] = None,
     title: Annotated[
@@ -94,7 +85,7 @@ def exec_program(
     settings = load_settings(workspace, suites=[], sections=[], policy=policy)
     words = [os.fsencode(word).decode(errors="backslashreplace") for word in command]
     about = {"kind": "exec", "title": title or shlex.join(words)}
-    # With checkpoints the program works on while one is committed: nobody else may come between.
+    # With checkpoints the program works on while one is committed, so others are locked out.
     alone, rules = checkpoint is not None, settings.policy.unprotect
     with open_workspace(settings.workspace, unprotected=rules, alone=alone) as files:
         say(*files.recovered)
@@ -316,8 +307,8 @@ def _terminal_kept() -> Generator[None]:
     try:
         yield
     finally:
-        # A program that ran jobs may have put itself in front; only who blocks this signal may
-        # take it back.
+        # A program that ran jobs may have put itself in front; only a process that blocks this
+        # signal may take it back.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         try:
             with suppress(OSError, termios.error):  # the terminal was closed

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import Limits, Pruned
     from weakincentives.runtime.calls import Run
 
-_EXAMPLES = examples(
+
+class _Limits(NamedTuple):
+    history: Limits
+    runs: Limits
+    left_too: bool
+    """Only an explicit age removes content that could not be restored: it may be the only copy."""
+
+
+@examples(
     "wink gc --dry-run             # what the store takes, and what would be removed",
     "wink gc                       # to the limits below; compress the rest",
     "wink gc --older-than 7        # only the last week of calls and runs",
@@ -35,19 +43,6 @@ _EXAMPLES = examples(
     "MiB. The oldest go first. Never removed: the newest run, a run in use, an unfinished run of "
     'the last 30 days, and whatever a branch needs. In the documentation: "Disk use".',
 )
-
-
-class _Limits(NamedTuple):
-    history: Limits
-    runs: Limits
-    left_too: bool
-    """Only an explicit age removes content that could not be restored: it may be the only copy."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("gc", epilog=_EXAMPLES)(gc)
-
-
 def gc(
     workspace: Workspace = Path(),
     dry_run: Annotated[

@@ -51,45 +51,6 @@ if TYPE_CHECKING:
 
 _PAGE = 'In the documentation: "History and undo".'
 _SEE = "`wink log` lists the calls"
-_LOG_EXAMPLES = examples(
-    "wink log                      # the last calls, and what each changed",
-    "wink log --run k3f -n 0       # all calls of one run",
-    "wink log k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
-    "wink log --json | jq .tool",
-    more=f"Works while an agent is running. {_PAGE}",
-)
-_SHOW_EXAMPLES = examples(
-    "wink show k3f/2               # the second call of the run that ends in k3f",
-    "wink show 2                   # the second call of the last run",
-    "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
-    "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
-    "wink show k3f/2 --export DIR  # all files of then, in a new directory",
-    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
-)
-_DIFF_EXAMPLES = examples(
-    "wink diff                     # all that the last run changed",
-    "wink diff k3f/2               # one call; or --last: the last one",
-    "wink diff --run k3f | git apply --reverse",
-    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
-    "something: standard error says what.",
-)
-_UNDO_EXAMPLES = examples(
-    "wink undo                     # the last run; again: the run before",
-    "wink undo --last              # only the last call",
-    "wink undo k3f/2               # just this call",
-    "wink undo --to k3f/2          # this call and everything after it",
-    "wink undo --run k3f --dry-run",
-    "wink undo undo_7              # undo an undo",
-    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
-)
-_REWIND_EXAMPLES = examples(
-    "wink rewind k3f/4             # files, session and conversation as just after this call",
-    "wink rewind k3f/4 --before    # as before it",
-    "wink rewind k3f/4 --dry-run   # only show what would change in files",
-    "wink undo k3f/9               # undo the rewind, which is a call itself",
-    'wink resume k3f "now with pytest"',
-    more=_PAGE,
-)
 
 LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
 Force = Annotated[
@@ -98,14 +59,13 @@ Force = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("log", epilog=_LOG_EXAMPLES)(log)
-    app.command("show", epilog=_SHOW_EXAMPLES)(show)
-    app.command("diff", epilog=_DIFF_EXAMPLES)(diff)
-    app.command("undo", epilog=_UNDO_EXAMPLES)(undo)
-    app.command("rewind", epilog=_REWIND_EXAMPLES)(rewind)
-
-
+@examples(
+    "wink log                      # the last calls, and what each changed",
+    "wink log --run k3f -n 0       # all calls of one run",
+    "wink log k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
+    "wink log --json | jq .tool",
+    more=f"Works while an agent is running. {_PAGE}",
+)
 def log(
     name: Annotated[
         str | None, run_argument("Only this run: as --run, or one of a database.")
@@ -141,6 +101,14 @@ def log(
     _print(_log_lines(found, calls, files))
 
 
+@examples(
+    "wink show k3f/2               # the second call of the run that ends in k3f",
+    "wink show 2                   # the second call of the last run",
+    "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
+    "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
+    "wink show k3f/2 --export DIR  # all files as they were, in a new directory",
+    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
+)
 def show(
     call: Annotated[
         str,
@@ -160,7 +128,7 @@ def show(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one call: arguments, result, why it was denied, what it changed. Or files of then."""
+    """Show one call: arguments, result, why it was denied, what it changed. Or past files."""
     calls, files = _opened(workspace, everything)
     wanted, path = _call_and_path(calls, call)
     if path is not None or export is not None:
@@ -177,6 +145,13 @@ def show(
     return None
 
 
+@examples(
+    "wink diff                     # all that the last run changed",
+    "wink diff k3f/2               # one call; or --last: the last one",
+    "wink diff --run k3f | git apply --reverse",
+    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
+    "something: standard error says what.",
+)
 def diff(
     call: AnyCall = None,
     workspace: Workspace = Path(),
@@ -205,6 +180,15 @@ def diff(
     return code
 
 
+@examples(
+    "wink undo                     # the last run; again: the run before",
+    "wink undo --last              # only the last call",
+    "wink undo k3f/2               # just this call",
+    "wink undo --to k3f/2          # this call and everything after it",
+    "wink undo --run k3f --dry-run",
+    "wink undo undo_7              # undo an undo",
+    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
+)
 def undo(
     call: AnyCall = None,
     workspace: Workspace = Path(),
@@ -252,6 +236,14 @@ def undo(
     return print_diff(shown, files)
 
 
+@examples(
+    "wink rewind k3f/4             # files, session and conversation as just after this call",
+    "wink rewind k3f/4 --before    # as before it",
+    "wink rewind k3f/4 --dry-run   # only show what would change in files",
+    "wink undo k3f/9               # undo the rewind, which is a call itself",
+    'wink resume k3f "now with pytest"',
+    more=_PAGE,
+)
 def rewind(
     call: CallName,
     workspace: Workspace = Path(),

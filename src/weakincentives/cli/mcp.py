@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from weakincentives.prompt import Section
     from weakincentives.runtime import SavedSession
 
-_EXAMPLE = examples(
+
+@examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
@@ -38,13 +39,7 @@ _EXAMPLE = examples(
     'In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
     'up a client".',
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("mcp", epilog=_EXAMPLE)(_mcp)
-
-
-def _mcp(
+def mcp(
     specs: Annotated[
         list[str] | None,
         typer.Argument(

@@ -24,7 +24,6 @@ from weakincentives.cli.options import (
     Temperature,
     Workspace,
     Yes,
-    expanded,
     run_argument,
 )
 from weakincentives.errors import SessionError, SnapshotError
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 KIND = "run"
 """Marks the saved sessions of runs."""
 
-_RUN_EXAMPLES = examples(
+
+@examples(
     'wink run "fix the failing test" --model openai:gpt-5-mini',
     'wink run "rename User to Account" -w ~/project --dry-run   # only shows the diff',
     'wink run "update the docs" --policy protect=src --ask shell_execute',
@@ -47,39 +47,6 @@ _RUN_EXAMPLES = examples(
     more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.\n"
     'In the documentation: "The commands".',
 )
-_RESUME_EXAMPLES = examples(
-    "wink resume                              # the last run that has not finished",
-    "wink resume 20261116-0630                # this one; a prefix of the id is enough",
-    'wink resume 20261116-0630 "now the docs"',
-    more='In the documentation: "The commands".',
-)
-
-_SEND_EXAMPLES = examples(
-    'wink send "use pytest, not unittest"     # to the run in progress on this directory',
-    'wink send "leave the docs" k3f -w ~/project',
-    "git diff | wink send -",
-    more='In the documentation: "The commands".',
-)
-_CHAT_EXAMPLES = examples(
-    "wink chat --model openai:gpt-5-mini",
-    "wink chat --resume                       # the last chat or run on this directory",
-    "wink chat --resume k3f -w ~/project",
-    "wink chat --branch parser                # the directory changes when you type /merge",
-    "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
-    more='In the documentation: "A conversation".',
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("run", epilog=_RUN_EXAMPLES)(expanded(run))
-    app.command("resume", epilog=_RESUME_EXAMPLES)(expanded(resume))
-    app.command("send", epilog=_SEND_EXAMPLES)(send)
-
-
-def register_chat(app: typer.Typer) -> None:
-    app.command("chat", epilog=_CHAT_EXAMPLES)(expanded(chat))
-
-
 def run(
     task: Task,
     workspace: Workspace = Path(),
@@ -194,6 +161,12 @@ def _attached(paths: list[Path] | None) -> Sequence[Media]:
         raise Misuse(f"--attach: {error}") from error
 
 
+@examples(
+    "wink resume                              # the last run that has not finished",
+    "wink resume 20261116-0630                # this one; a prefix of the id is enough",
+    'wink resume 20261116-0630 "now the docs"',
+    more='In the documentation: "The commands".',
+)
 def resume(
     run_id: Annotated[
         str | None, run_argument("Which run; by default the last that has not finished.")
@@ -236,6 +209,14 @@ def resume(
     ).perform()
 
 
+@examples(
+    "wink chat --model openai:gpt-5-mini",
+    "wink chat --resume                       # the last chat or run on this directory",
+    "wink chat --resume k3f -w ~/project",
+    "wink chat --branch parser                # the directory changes when you type /merge",
+    "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
+    more='In the documentation: "A conversation".',
+)
 def chat(
     run_id: Annotated[
         str | None, run_argument("With --resume: which chat or run; by default the last.")
@@ -276,6 +257,12 @@ def chat(
     ).perform()
 
 
+@examples(
+    'wink send "use pytest, not unittest"     # to the run in progress on this directory',
+    'wink send "leave the docs" k3f -w ~/project',
+    "git diff | wink send -",
+    more='In the documentation: "The commands".',
+)
 def send(
     message: Annotated[
         str,

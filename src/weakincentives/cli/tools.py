@@ -20,37 +20,13 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
-_TOOLS_EXAMPLES = examples(
+
+@examples(
     "wink tools                    # all tools, with their reach",
     "wink tools edit_file          # its parameters, examples and policies",
     "wink tools --json | jq .name",
     more='wink.toml selects the tools. In the documentation: "The commands", "Policies".',
 )
-_APPROVE_EXAMPLES = examples(
-    "wink policy approve                # shows the files that wink.toml names, and asks",
-    "wink policy approve --yes -w DIR   # in a script of your own",
-)
-_CHECK_EXAMPLES = examples(
-    "wink policy check                  # is wink.toml valid? which policies apply?",
-    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
-    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
-    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
-    'In the documentation: "Policies".',
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("tools", epilog=_TOOLS_EXAMPLES)(tools)
-    policy = typer.Typer(
-        help="Check and approve the rules of a directory.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    policy.command("check", epilog=_CHECK_EXAMPLES)(check)
-    policy.command("approve", epilog=_APPROVE_EXAMPLES)(approve)
-    app.add_typer(policy, name="policy")
-
-
 def tools(
     name: Annotated[
         str | None,
@@ -86,6 +62,13 @@ def tools(
             _show(chosen[0])
 
 
+@examples(
+    "wink policy check                  # is wink.toml valid? which policies apply?",
+    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
+    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
+    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
+    'In the documentation: "Policies".',
+)
 def check(
     tool: Annotated[
         str | None,
@@ -126,6 +109,10 @@ def check(
     return 0 if denial is None else 1
 
 
+@examples(
+    "wink policy approve                # shows the files that wink.toml names, and asks",
+    "wink policy approve --yes -w DIR   # in a script of your own",
+)
 def approve(
     files: Annotated[
         list[Path] | None,

@@ -435,7 +435,7 @@ class LiveView(View):
     def _start(self) -> None:
         from rich.live import Live
 
-        # Ctrl-C in between would leave the terminal without its echo, and nobody to restore it.
+        # Ctrl-C in between would leave the terminal without its echo.
         with undisturbed(), self._switching:
             # A question was still open when the run ended, or when the next one began.
             if self._is_closed or self._live is not None:

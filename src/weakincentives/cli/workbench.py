@@ -202,7 +202,7 @@ def _sections(
 
 
 def _overrides(template: PromptTemplate[Any], texts: Mapping[str, str]) -> PromptOverrides | None:
-    """Return what replaces the texts of sections; a section that there is not is refused there."""
+    """Return what replaces the texts of sections; an unknown section is refused there."""
     if not texts:
         return None
     now = describe(template).sections

@@ -50,7 +50,6 @@ from weakincentives.cli.options import (
     Verbose,
     Workspace,
     Yes,
-    expanded,
 )
 from weakincentives.cli.run import text_of
 from weakincentives.clock import SYSTEM_CLOCK
@@ -74,34 +73,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
-_SUBMIT_EXAMPLES = examples(
-    'wink submit "fix the failing test" --model openai:gpt-5-mini',
-    'wink submit "update the docs" --ask shell_execute --wait',
-    'wink submit "try the new parser" --no-merge        # the changes stay on a branch',
-    'wink submit "port it" --anywhere                   # any machine may work on a copy',
-    'echo "tidy up" | wink submit - --database postgresql://wink@db/wink',
-    more=f"A worker performs it: see `wink worker --help`.\n\n{_PAGE}",
-)
-_WORKER_EXAMPLES = examples(
-    "wink worker                                             # for the runs of this user",
-    "wink worker --jobs 4 --database postgresql://wink@db/wink",
-    "wink worker --objects s3://bucket/wink                  # runs of any machine, too",
-    more="Any number of workers can run, on any number of machines. Ctrl-C stops one: its runs "
-    f"continue elsewhere.\n\n{_PAGE}",
-)
-_PS_EXAMPLES = examples(
-    "wink ps                       # what is queued, running, or waits for you",
-    "wink ps --all --json",
-    more=_PAGE,
-)
-_CANCEL_EXAMPLES = examples("wink cancel k3f", more=f"Its changes are not merged.\n\n{_PAGE}")
 
-_FETCH_EXAMPLES = examples(
-    "wink fetch k3f                     # into the directory that it was submitted from",
-    "wink diff --run k3f                # what it changed; then: wink branch merge k3f",
-    "wink fetch k3f --into ~/copy       # elsewhere: a new directory with its base",
-    more=_PAGE,
-)
 
 LOOK = 0.5
 """Seconds between two looks at a run that is waited for."""
@@ -111,17 +83,17 @@ _SEEN = 60.0
 """Seconds after which a silent worker is not counted."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("submit", epilog=_SUBMIT_EXAMPLES)(expanded(submit))
-    app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
-    app.command("ps", epilog=_PS_EXAMPLES)(ps)
-    app.command("cancel", epilog=_CANCEL_EXAMPLES)(cancel)
-    app.command("fetch", epilog=_FETCH_EXAMPLES)(fetch)
-
-
 # submit
 
 
+@examples(
+    'wink submit "fix the failing test" --model openai:gpt-5-mini',
+    'wink submit "update the docs" --ask shell_execute --wait',
+    'wink submit "try the new parser" --no-merge        # the changes stay on a branch',
+    'wink submit "port it" --anywhere                   # any machine may work on a copy',
+    'echo "tidy up" | wink submit - --database postgresql://wink@db/wink',
+    more=f"A worker performs it: see `wink worker --help`.\n\n{_PAGE}",
+)
 def submit(
     task: Task,
     workspace: Workspace = Path(),
@@ -230,7 +202,7 @@ def _submitted(runs: Runs, run: DurableRun, *, wait: bool, as_json: bool) -> int
 
 
 def _hint(runs: Runs, run: DurableRun) -> None:
-    """Tell the user if nobody will take a run."""
+    """Tell the user if no worker will take a run."""
     if any(run.machine in ("", each.machine) for each in _living(runs)):
         return
     where = f" on {run.machine}" if run.machine else ""
@@ -264,6 +236,13 @@ def _watch(runs: Runs, run: DurableRun, *, as_json: bool) -> int:
 # worker
 
 
+@examples(
+    "wink worker                                             # for the runs of this user",
+    "wink worker --jobs 4 --database postgresql://wink@db/wink",
+    "wink worker --objects s3://bucket/wink                  # runs of any machine, too",
+    more="Any number of workers can run, on any number of machines. Ctrl-C stops one: its runs "
+    f"continue elsewhere.\n\n{_PAGE}",
+)
 def worker(
     database: DatabaseUrl = None,
     objects: Objects = None,
@@ -276,7 +255,7 @@ def worker(
         typer.Option(
             metavar="SECONDS",
             min=1,
-            help="After so long without a sign of life, a worker counts as dead.",
+            help="After this long without a sign of life, a worker counts as dead.",
         ),
     ] = 30.0,
     verbose: Verbose = False,
@@ -293,7 +272,7 @@ def worker(
     here, url = machine_name(machine), objects_url(objects)
     with open_database(database) as opened, open(os.devnull) as nothing:
         os.environ.pop("WINK_DATABASE", None)  # whatever a run starts does not get it
-        sys.stdin = nothing  # nobody is asked here
+        sys.stdin = nothing  # no one is asked here
         return _perform_runs(
             opened,
             open_storage(url, opened),
@@ -382,6 +361,11 @@ def _stopped_by_signals(stop: Callable[[], object]) -> Generator[list[int]]:
 # ps
 
 
+@examples(
+    "wink ps                       # what is queued, running, or waits for you",
+    "wink ps --all --json",
+    more=_PAGE,
+)
 def ps(
     database: DatabaseUrl = None,
     everything: Annotated[
@@ -443,6 +427,7 @@ def _footer(runs: Runs) -> None:
 # cancel
 
 
+@examples("wink cancel k3f", more=f"Its changes are not merged.\n\n{_PAGE}")
 def cancel(run: DurableRunName, database: DatabaseUrl = None) -> None:
     """Cancel a run. A worker stops it before its next step; its changes are not merged."""
     with open_runs(database, must_exist=True) as runs:
@@ -453,6 +438,12 @@ def cancel(run: DurableRunName, database: DatabaseUrl = None) -> None:
 # fetch
 
 
+@examples(
+    "wink fetch k3f                     # into the directory that it was submitted from",
+    "wink diff --run k3f                # what it changed; then: wink branch merge k3f",
+    "wink fetch k3f --into ~/copy       # elsewhere: a new directory with its base",
+    more=_PAGE,
+)
 def fetch(
     run: DurableRunName,
     workspace: Annotated[
