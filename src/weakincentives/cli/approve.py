@@ -4,53 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.common import (
+from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run, say
+from weakincentives.cli.database import is_named, open_runs
+from weakincentives.cli.options import (
     AsJson,
-    Misuse,
-    Workspace,
-    complete_runs,
-    echo,
-    examples,
-    existing_directory,
-    find_run,
-    say,
-)
-from weakincentives.cli.database import (
     DatabaseUrl,
+    Workspace,
     complete_durable_runs,
-    is_named,
-    open_runs,
+    complete_runs,
+    run_argument,
 )
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import NoSuchRun
 
 if TYPE_CHECKING:
-    from weakincentives.durable.runs import Runs
-    from weakincentives.prompt.approval import Approval, ApprovalRequest
+    from weakincentives.durable.runs import Runs, WaitingApproval
+    from weakincentives.prompt.approval import Approval
+    from weakincentives.runtime.approvals import PendingApproval
 
-_EXAMPLES = examples(
-    'wink run "tidy up" --ask shell_execute --ask-elsewhere &',
-    "wink approve                          # shows what it wants to do, and asks",
-    'wink approve k3f --deny "not on main"  # the model is told why',
-    "wink approve --json                   # what waits for an answer",
-    "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
-    more='In the documentation: "The commands", "Approvals, days later".',
-)
 _WIDTH = 100
 """Columns of a request where there is no terminal."""
 _LOOK = 1.0
 """Seconds between two looks whether a database still has the question."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("approve", epilog=_EXAMPLES)(approve)
 
 
 def _complete(context: typer.Context, incomplete: str) -> list[str]:
@@ -58,14 +41,17 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     return list(dict.fromkeys([*complete_runs(context, incomplete), *durable]))
 
 
+@examples(
+    'wink run "tidy up" --ask shell_execute --ask-elsewhere &',
+    "wink approve                          # shows what it wants to do, and asks",
+    'wink approve k3f --deny "not on main"  # the model is told why',
+    "wink approve --json                   # what waits for an answer",
+    "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
+    more='In the documentation: "The commands", "Approvals, days later".',
+)
 def approve(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Which run; by default the only one that waits.",
-            autocompletion=_complete,
-        ),
+        str | None, run_argument("Which run; by default the only one that waits.", _complete)
     ] = None,
     workspace: Workspace = Path(),
     yes: Annotated[
@@ -90,31 +76,46 @@ def approve(
             place = f"{directory} or the database" if is_named(database) else directory
             raise Misuse(f"no run waits for an approval in {place}")
         if len({each.run for each in found}) > 1:
-            marks = ", ".join(dict.fromkeys(each.mark for each in found))
+            marks = ", ".join(dict.fromkeys(each.run.rpartition("-")[2] for each in found))
             raise Misuse(f"several runs wait for an approval: {marks}; name one")
         return _settle(found[0], yes=yes, deny=deny)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Asked:
-    """A request of a run, and how to answer it."""
+    """A request of a run, in progress here or waiting in a database."""
 
     run: str
-    id: str
-    request: ApprovalRequest
-    since: float
-    is_open: Callable[[], bool]
-    answer: Callable[[Approval], object]
+    waits: PendingApproval | WaitingApproval
+    runs: Runs | None = None
+    """The runs of the database, if it waits in one."""
+    _looked: float = field(default_factory=SYSTEM_CLOCK.monotonic)
+    _was_open: bool = True
 
     @property
-    def mark(self) -> str:
-        return self.run.rpartition("-")[2]
+    def is_open(self) -> bool:
+        if self.runs is None:
+            return cast("PendingApproval", self.waits).is_open
+        if SYSTEM_CLOCK.monotonic() - self._looked > _LOOK:  # asked several times a second
+            self._was_open = any(each.id == self.waits.id for each in self.runs.pending(self.run))
+            self._looked = SYSTEM_CLOCK.monotonic()
+        return self._was_open
+
+    def answer(self, given: Approval) -> None:
+        from weakincentives.runtime.approvals import answer_approval
+
+        said: dict[str, Any] = {"approved": given.approved, "reason": given.reason}
+        if self.runs is None:
+            waits = cast("PendingApproval", self.waits)
+            answer_approval(waits, digest=waits.digest, **said)
+        else:  # a worker that is running, or the next one, finds the run in the queue
+            self.runs.answer(self.waits.id, digest=self.waits.digest, **said)
 
     def as_json(self) -> dict[str, Any]:
-        request = self.request
+        request = self.waits.request
         return {
             "run": self.run,
-            "id": self.id,
+            "id": self.waits.id,
             "call": request.call_id,
             "tool": request.tool_name,
             "question": request.question,
@@ -122,7 +123,7 @@ class _Asked:
             "diff": request.preview.diff,
             "facts": dict(request.preview.facts),
             "digest": request.digest,
-            "since": self.since,
+            "since": self.waits.since,
         }
 
 
@@ -131,75 +132,28 @@ def _all_asked(
     directory: Path, wanted: str | None, database: str | None
 ) -> Generator[list[_Asked]]:
     """Yield what a run asks, or all runs of a directory and of the database, oldest first."""
-    from weakincentives.errors import NoSuchRun
+    from weakincentives.runtime.approvals import pending_approvals
 
-    with ExitStack() as stack:
+    with open_runs(database) if is_named(database) else nullcontext() as runs:
         found: list[_Asked] = []
-        runs = stack.enter_context(open_runs(database)) if is_named(database) else None
         durable = None
         if runs is not None:
             try:
                 durable = None if wanted is None else runs.find(wanted).id
-                found += _in_database(runs, durable)
+                found += [
+                    _Asked(run=each.run, waits=each, runs=runs) for each in runs.pending(durable)
+                ]
             except NoSuchRun:
                 if database is not None:  # named just now, so the run is there
                     raise
         if database is None and durable is None:
             only = None if wanted is None else find_run(directory, wanted).id
-            found += [each for each in _in_progress(directory) if only in (None, each.run)]
-        yield sorted(found, key=lambda each: each.since)
-
-
-def _in_progress(directory: Path) -> list[_Asked]:
-    from weakincentives.runtime.approvals import (
-        PendingApproval,
-        answer_approval,
-        pending_approvals,
-    )
-
-    def asked(each: PendingApproval) -> _Asked:
-        def answer(given: Approval) -> None:
-            answer_approval(each, approved=given.approved, digest=each.digest, reason=given.reason)
-
-        return _Asked(
-            run=each.run.id,
-            id=each.id,
-            request=each.request,
-            since=each.since,
-            is_open=lambda: each.is_open,
-            answer=answer,
-        )
-
-    return [asked(each) for each in pending_approvals(directory)]
-
-
-def _in_database(runs: Runs, only: str | None) -> list[_Asked]:
-    from weakincentives.durable.runs import WaitingApproval
-
-    def asked(each: WaitingApproval) -> _Asked:
-        looked, was_open = SYSTEM_CLOCK.monotonic(), True
-
-        def is_open() -> bool:
-            nonlocal looked, was_open
-            if SYSTEM_CLOCK.monotonic() - looked > _LOOK:  # asked several times a second
-                was_open = any(other.id == each.id for other in runs.pending(each.run))
-                looked = SYSTEM_CLOCK.monotonic()
-            return was_open
-
-        def answer(given: Approval) -> None:
-            # A worker that is running, or the next one, finds the run in the queue.
-            runs.answer(each.id, approved=given.approved, digest=each.digest, reason=given.reason)
-
-        return _Asked(
-            run=each.run,
-            id=each.id,
-            request=each.request,
-            since=each.since,
-            is_open=is_open,
-            answer=answer,
-        )
-
-    return [asked(each) for each in runs.pending(only)]
+            found += [
+                _Asked(run=each.run.id, waits=each)
+                for each in pending_approvals(directory)
+                if only in (None, each.run.id)
+            ]
+        yield sorted(found, key=lambda each: each.waits.since)
 
 
 def _settle(asked: _Asked, *, yes: bool, deny: str | None) -> int:
@@ -207,23 +161,23 @@ def _settle(asked: _Asked, *, yes: bool, deny: str | None) -> int:
     if answer is None:
         return 1
     asked.answer(answer)
-    say(f"{'approved' if answer.approved else 'denied'}: {asked.request.tool_name}")
+    say(f"{'approved' if answer.approved else 'denied'}: {asked.waits.request.tool_name}")
     return 0
 
 
 def _answer(asked: _Asked, *, yes: bool, deny: str | None) -> Approval | None:
-    """Show a request and return the answer; None if nobody answers."""
+    """Show a request and return the answer; None if there is none."""
     from weakincentives.cli.question import ask_here, question
     from weakincentives.prompt.approval import Approval
 
     if not yes and deny is None and sys.stdin.isatty() and sys.stderr.isatty():
         try:
-            return ask_here(asked.request, lambda: not asked.is_open())
+            return ask_here(asked.waits.request, lambda: not asked.is_open)
         except EOFError as error:
-            is_open = asked.is_open()
+            is_open = asked.is_open
             say(f"not answered: {error}" if is_open else "the run no longer waits for it")
             return None
-    for line in question(asked.request, width=_WIDTH, height=None).lines:
+    for line in question(asked.waits.request, width=_WIDTH, height=None).lines:
         echo(line, err=True)
     if not yes and deny is None:
         say("not answered: there is no terminal to ask at; use --yes or --deny REASON")

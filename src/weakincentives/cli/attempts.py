@@ -13,21 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+from typing import IO, Any, NoReturn, cast
 
 import typer
 
-from weakincentives.cli.common import Misuse, echo, say, shortened
-from weakincentives.cli.run import stopping
-from weakincentives.errors import WinkError
+from weakincentives.cli import entry
+from weakincentives.cli.agent import stopping
+from weakincentives.cli.common import Misuse, echo, say, shortened, table
+from weakincentives.cli.config import Settings
+from weakincentives.cli.trust import trust_of
+from weakincentives.cli.view import Outcome
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.errors import SandboxUnavailable, WinkError
+from weakincentives.filesystem import Branch, branches_of
+from weakincentives.runtime import Attempt, BestOf, CommandJudge, best_of
 from weakincentives.text import counted
-
-if TYPE_CHECKING:
-    from weakincentives.cli.config import Settings
-    from weakincentives.cli.view import Outcome
-    from weakincentives.filesystem import Branch
-    from weakincentives.runtime import Attempt, BestOf
-    from weakincentives.runtime.attempts import CommandJudge
 
 _PATIENCE = 0.3
 """Seconds during which another signal does not stop it at once."""
@@ -66,10 +66,7 @@ class Attempts:
     """What the runs said at their end, by the number of the attempt."""
 
     def perform(self) -> int:
-        """Make the attempts, show what became of them, and return the exit code."""
-        from weakincentives.cli.trust import trust_of
-        from weakincentives.runtime import best_of
-
+        """Make the attempts, show how they ended, and return the exit code."""
         trust_of(self.settings.workspace).admit(self.settings)
         judge = self._command_judge()
         self.name = self.name or os.urandom(2).hex()
@@ -103,10 +100,6 @@ class Attempts:
 
     def _command_judge(self) -> CommandJudge:
         """Return a judge that runs its command as the agents run theirs."""
-        from weakincentives.contrib.tools import find_sandbox
-        from weakincentives.errors import SandboxUnavailable
-        from weakincentives.runtime import CommandJudge
-
         sandbox = self.settings.sandbox
         try:
             found = find_sandbox(sandbox)
@@ -231,7 +224,7 @@ class Attempts:
             return
         if not self.quiet:
             rows = [self._row(self._fields(each)) for each in found.attempts]
-            echo("\n".join(_table([self._columns, *rows])))
+            echo("\n".join(table([self._columns, *rows])))
             echo("\n".join(_summary(found, left)), err=True)
         elif found.problem or winner is None:
             say(found.problem or _NONE_PASSED)
@@ -239,8 +232,6 @@ class Attempts:
             echo(text)
 
     def _show_interrupted(self) -> None:
-        from weakincentives.filesystem import branches_of
-
         names = {f"{self.name}-{number}" for number in range(1, self.count + 1)}
         left = [each.name for each in branches_of(self.settings.workspace) if each.name in names]
         if self.as_json:
@@ -282,8 +273,6 @@ def main() -> NoReturn:
 
     The arguments of the process are the pipe's descriptor and those of `wink`.
     """
-    from weakincentives.cli import entry
-
     alive = int(sys.argv[1])
     os.set_inheritable(alive, False)
 
@@ -318,14 +307,6 @@ def _what_next(branches: Sequence[str]) -> str:
         f"{names} {verb}: see `wink branch diff {one}`, `wink branch merge {one}` and"
         f" `wink branch drop {one}`"
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table; its first row has the names of the columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
 
 
 def _print_json(kind: str, fields: Mapping[str, object]) -> None:

@@ -9,125 +9,26 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-
-from weakincentives.cli.common import (
-    AsJson,
-    InPlace,
-    Misuse,
-    Policy,
-    SandboxName,
-    Workspace,
-    Yes,
-    complete_runs,
-    echo,
-    examples,
-    existing_directory,
-    hint,
-    say,
-    shortened,
-)
-from weakincentives.cli.run import (
-    AgentRun,
-    Ask,
-    BranchName,
-    ContextWindow,
-    MaxCost,
-    MaxTokens,
-    MaxTurns,
-    Model,
-    Price,
-    Quiet,
-    Stop,
-    TimeLimit,
-    given_flags,
-    run_to_resume,
-    set_flags,
-    with_flags_of,
-)
+from weakincentives.adapters import Adapter, MessageReceived, RunOptions
+from weakincentives.budget import BudgetTracker
+from weakincentives.cli.agent import AgentRun, Stop
+from weakincentives.cli.common import Misuse, echo, hint, say, shortened
+from weakincentives.cli.history import show_diff
+from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
+from weakincentives.cli.view import Outcome, open_view
+from weakincentives.contrib.tools import Plan
 from weakincentives.errors import SessionError, UndoRefused, WinkError
+from weakincentives.filesystem import Committed, HostFilesystem
+from weakincentives.runtime import Inbox, PromptExecuted, UserMessage
+from weakincentives.runtime.conversation import last_conversation
+from weakincentives.runtime.forks import absolute
+from weakincentives.runtime.merge import rebased
+from weakincentives.runtime.saved import not_undone
 from weakincentives.state import state_directory
 
-if TYPE_CHECKING:
-    from weakincentives.adapters import Adapter, RunOptions
-    from weakincentives.budget import BudgetTracker
-    from weakincentives.cli.view import Outcome
-    from weakincentives.contrib.tools import Plan
-    from weakincentives.filesystem import Committed, HostFilesystem
-    from weakincentives.runtime import Inbox, UserMessage
-
-_EXAMPLES = examples(
-    "wink chat --model openai:gpt-5-mini",
-    "wink chat --resume                       # the last chat or run on this directory",
-    "wink chat --resume k3f -w ~/project",
-    "wink chat --branch parser                # the directory changes when you type /merge",
-    "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
-    more='In the documentation: "A conversation".',
-)
-
-
 _UNDONE = "\n\n(I have undone your changes to these files: "
-
-
-def register(app: typer.Typer) -> None:
-    app.command("chat", epilog=_EXAMPLES)(chat)
-
-
-def chat(
-    run_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="With --resume: which chat or run; by default the last.",
-            autocompletion=complete_runs,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", "-r", help="Continue a chat, or a run.")
-    ] = False,
-    workspace: Workspace = Path(),
-    model: Model = None,
-    policy: Policy = None,
-    max_turns: MaxTurns = None,
-    max_tokens: MaxTokens = None,
-    max_cost: MaxCost = None,
-    price: Price = None,
-    context_window: ContextWindow = None,
-    time_limit: TimeLimit = None,
-    sandbox: SandboxName = None,
-    ask: Ask = None,
-    yes: Yes = False,
-    branch: BranchName = None,
-    in_place: InPlace = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> int:
-    """Talk with an agent that works on a directory. Type /help for the commands."""
-    from weakincentives.cli.config import load_settings
-
-    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
-    flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
-    earlier, stored = None, list[str]()
-    if resume:
-        earlier = run_to_resume(existing_directory(workspace), run_id, "")
-        flags, stored = with_flags_of(earlier, flags)
-    elif run_id is not None:
-        raise Misuse(f"to continue a chat or a run: wink chat --resume {run_id}")
-    return Chat(
-        settings=load_settings(workspace, stored=stored, **flags),
-        flags=flags,
-        message=None,
-        yes=yes,
-        branch=branch,
-        no_merge=True,  # /merge does it
-        in_place=in_place,
-        as_json=as_json,
-        quiet=quiet,
-        earlier=earlier,
-    ).perform()
 
 
 @dataclass(kw_only=True)
@@ -153,8 +54,6 @@ class Chat(AgentRun):
     """Counts the tokens of the whole chat."""
 
     def _perform(self, stop: Stop) -> Outcome:
-        from weakincentives.cli.view import open_view
-
         settings = self.settings
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not self.as_json
         is_terminal = is_terminal and os.environ.get("TERM") != "dumb"
@@ -221,8 +120,6 @@ class Chat(AgentRun):
 
     def _answer(self, said: str, stop: Stop) -> Outcome:
         """Let the model work on a message."""
-        from weakincentives.adapters import MessageReceived
-
         self.message = said
         if not self._has_begun:
             self._recorder.enter_context(self._recording(None))
@@ -282,8 +179,6 @@ class Chat(AgentRun):
 
     def _recap(self) -> None:
         """Show where a resumed conversation stands."""
-        from weakincentives.runtime.conversation import last_conversation
-
         self._view.plan = self._plan_now()
         messages = last_conversation(self._saved.session)
         for role, prefix in (("user", "> "), ("model", "")):
@@ -339,15 +234,11 @@ class Chat(AgentRun):
 
     def _live(self) -> dict[str, Committed]:
         """Return the calls that changed files and are not undone, by id."""
-        from weakincentives.runtime.saved import not_undone
-
         history = self._files.history()
         live = not_undone(history)
         return {each.call_id: each for each in history if each.call_id in live}
 
     def _diff(self, which: str = "") -> None:
-        from weakincentives.cli.history import show_diff
-
         messages = self._messages()
         if which != "all":
             messages = [self._numbered(which)] if which else messages[-1:]
@@ -367,8 +258,7 @@ class Chat(AgentRun):
             echo("Nothing to undo: no files were changed, or it is already undone.")
             return
         notes = self._files.undo(*(each.call_id for each in reversed(changed)), force=force)
-        for note in notes:
-            say(note)
+        say(*notes)
         echo(f"Undone: {shortened(_paths(changed), 200)}")
         where = "" if self._branch is None else f"{self._branch.name}/"
         echo(f"To redo it after the chat: wink undo {where}{self._files.history()[-1].call_id}")
@@ -384,8 +274,7 @@ class Chat(AgentRun):
             return
         target = self._numbered(*rest)
         changed = _of(messages[int(rest[0]) - 1 :], self._live())
-        for note in self._saved.rewind(int(rest[0]), self._files, force=force):
-            say(note)
+        say(*self._saved.rewind(int(rest[0]), self._files, force=force))
         self._view.plan = self._plan_now()
         undone = f" Undone: {shortened(_paths(changed), 200)}" if changed else ""
         echo(f"Back before message {rest[0]}.{undone}")
@@ -393,8 +282,6 @@ class Chat(AgentRun):
         self._input.draft = target.text.partition(_UNDONE)[0]
 
     def _merge_branch(self) -> None:
-        from weakincentives.runtime.merge import rebased
-
         branch = self._branch
         if branch is None:
             raise Misuse("this chat works on the directory itself; there is nothing to merge")
@@ -409,8 +296,6 @@ class Chat(AgentRun):
             echo(f"Merged into {self.settings.workspace}.")
 
     def _plan_now(self) -> Plan | None:
-        from weakincentives.contrib.tools import Plan
-
         return self._workbench.session[Plan].latest()
 
     def _plan(self) -> None:
@@ -419,14 +304,10 @@ class Chat(AgentRun):
 
     def _model(self, name: str = "") -> None:
         if name:
-            from weakincentives.runtime.forks import absolute
-
             self._use_model(absolute(name))
         echo(f"model: {self.settings.model}")
 
     def _use_model(self, name: str | None, turns: int = 0) -> None:
-        from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
-
         settings = self.settings.model_copy(update={"model": name})
         with ExitStack() as opened:
             model = open_model(name, turns=turns, temperature=settings.temperature)
@@ -443,8 +324,6 @@ class Chat(AgentRun):
                 self._tracker.budget = budget
 
     def _show_cost(self) -> None:
-        from weakincentives.runtime import PromptExecuted
-
         used = [each.usage for each in self._workbench.session[PromptExecuted]]
         read, written = (sum(getattr(u, f"{k}_tokens") for u in used) for k in ("input", "output"))
         price = "price unknown" if self._cost is None else f"${self._cost:.4f} since it was opened"

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from weakincentives.errors import SnapshotError
+from weakincentives.errors import FilesystemError, NoSuchBranch, SnapshotError, WorkspaceLocked
 from weakincentives.text import harmless
 from weakincentives.text import shortened as shortened
 from weakincentives.text import summary_of as summary_of
 
 if TYPE_CHECKING:
-    from weakincentives.errors import WorkspaceLocked
-    from weakincentives.filesystem import HostFilesystem
+    from weakincentives.filesystem import Branch, HostFilesystem
     from weakincentives.runtime.calls import Run
+
+_Command = TypeVar("_Command", bound=Callable[..., object])
 
 FILE_NAME = "wink.toml"
 INSIDE = "WINK_EXEC"
 """The variable that tells a program which directory `wink exec` runs it on."""
 
+FOR_OTHERS = 10.0
+"""Seconds to wait for another process that has the directory to itself."""
+
 
 class Misuse(Exception):
     """Wrong use of the command: one line that says what to do. `wink` exits with 2."""
+
+
+class InUse(Misuse):
+    """Another process has a directory or branch to itself."""
+
+    def __init__(self, error: WorkspaceLocked, what: str) -> None:
+        self.pid = error.pid
+        self.user = "another process" if error.pid is None else f"process {error.pid}"
+        super().__init__(f"{what} is in use by {self.user}: wait until it has ended, or stop it")
 
 
 # Output
@@ -38,9 +51,10 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(harmless(text, lines=True), err=err)
 
 
-def say(text: str) -> None:
-    """Print one line on standard error."""
-    echo(f"wink: {harmless(text)}", err=True)
+def say(*texts: str) -> None:
+    """Print each text as one line on standard error."""
+    for text in texts:
+        echo(f"wink: {harmless(text)}", err=True)
 
 
 def hint(wrong: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
@@ -49,10 +63,27 @@ def hint(wrong: str, known: Iterable[str], otherwise: str = "", cutoff: float = 
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-def examples(*lines: str, more: str = "") -> str:
-    """Return the epilog of a command's help."""
-    block = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
-    return f"{block}\n\n{more}"
+EPILOGS: dict[object, str] = {}
+"""What follows the options in the help of a command."""
+
+
+def examples(*lines: str, more: str = "") -> Callable[[_Command], _Command]:
+    """Give a command examples, and more text after them, in its help."""
+
+    def remember(command: _Command) -> _Command:
+        block = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+        EPILOGS[command] = f"{block}\n\n{more}"
+        return command
+
+    return remember
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
 
 
 _DIFF_STYLES = {
@@ -107,37 +138,18 @@ def find_run(workspace: Path, wanted: str) -> Run:
     raise Misuse(f"no run {wanted!r} in {workspace}; {newest}")
 
 
-@contextmanager
 def open_workspace(
     directory: Path,
     *,
     unprotected: Sequence[str] = (),
     alone: bool = False,
     wait: float | None = None,
-) -> Generator[HostFilesystem]:
-    """Open a directory for the block, alone or with others; raise Misuse if that is not possible.
+) -> HostFilesystem:
+    """Open a directory, alone or with others; raise Misuse if that is not possible.
 
     Args:
         wait: Seconds to wait for other processes; see ``HostFilesystem``.
     """
-    from weakincentives.errors import WorkspaceLocked
-
-    try:
-        files = opened_workspace(directory, unprotected=unprotected, alone=alone, wait=wait)
-    except WorkspaceLocked as error:
-        raise in_use(error, directory) from error
-    with files:
-        yield files
-
-
-def opened_workspace(
-    directory: Path,
-    *,
-    unprotected: Sequence[str] = (),
-    alone: bool = False,
-    wait: float | None = None,
-) -> HostFilesystem:
-    """Open a directory; raises WorkspaceLocked if another process has it alone."""
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.runtime.undo import PATIENCE
 
@@ -148,121 +160,27 @@ def opened_workspace(
             shared=not alone,
             wait=PATIENCE if alone and wait is None else wait,
         )
+    except WorkspaceLocked as error:
+        raise InUse(error, str(directory)) from error
     except NotImplementedError as error:
         raise Misuse(str(error)) from error
 
 
-def user(error: WorkspaceLocked) -> str:
-    """Return who uses a directory."""
-    return "another process" if error.pid is None else f"process {error.pid}"
+def open_branch(
+    workspace: Path, name: str, *, run: str = "", unprotected: Iterable[str] = ()
+) -> Branch:
+    """Open a branch, or make one; raise Misuse if it is in use, or cannot have this name."""
+    from weakincentives.filesystem import Branch
+    from weakincentives.runtime.forks import RUN
 
-
-def in_use(error: WorkspaceLocked, directory: Path) -> Misuse:
-    return Misuse(f"{directory} is in use by {user(error)}: wait until it has ended, or stop it")
-
-
-# Shell completion
-
-_MOST = 50
-"""How many of the newest runs or calls are offered."""
-
-
-def complete_runs(context: typer.Context, incomplete: str) -> list[str]:
-    from weakincentives.errors import WinkError
-    from weakincentives.runtime.calls import runs_of
-
-    with suppress(OSError, WinkError):
-        runs = runs_of(_workspace(context))[: -_MOST - 1 : -1]
-        return [run.id for run in runs if run.id.startswith(incomplete)]
-    return []
-
-
-def complete_calls(context: typer.Context, incomplete: str) -> list[str]:
-    from weakincentives.errors import WinkError
-    from weakincentives.runtime.calls import Calls
-
-    with suppress(OSError, WinkError):
-        known = Calls(_workspace(context), detail=lambda path: False)
-        calls = reversed(known.latest(_MOST))
-        return [call.name for call in calls if call.name.startswith(incomplete)]
-    return []
-
-
-def complete_branches(context: typer.Context, incomplete: str) -> list[str]:
-    from weakincentives.errors import WinkError
-    from weakincentives.filesystem import branches_of
-
-    with suppress(OSError, WinkError):
-        found = branches_of(_workspace(context))
-        return [each.name for each in found if each.name.startswith(incomplete)]
-    return []
-
-
-def complete_tools(incomplete: str) -> list[str]:
-    from weakincentives.cli.workbench import suite_tools
-
-    return sorted(name for name in suite_tools() if name.startswith(incomplete))
-
-
-def complete_models(incomplete: str) -> list[str]:
-    from weakincentives.cli.models import PROVIDERS
-
-    names = (f"{kind}:" if each.needs_name else kind for kind, each in PROVIDERS.items())
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def complete_suites(incomplete: str) -> list[str]:
-    from weakincentives.cli.config import SUITES
-
-    before, comma, last = incomplete.rpartition(",")
-    rest = [suite for suite in SUITES if suite not in before.split(",")]
-    return [f"{before}{comma}{suite}" for suite in rest if suite.startswith(last)]
-
-
-def _workspace(context: typer.Context) -> Path:
-    return Path(context.params.get("workspace") or os.curdir)
-
-
-# Options that several commands have
-
-Workspace = Annotated[
-    Path,
-    typer.Option(
-        "--workspace", "-w", metavar="DIR", help="The directory to work on.", show_default="."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
-RunOption = Annotated[
-    str | None,
-    typer.Option(
-        "--run",
-        metavar="RUN",
-        help="A run: a prefix of its id, the letters at its end, or its branch.",
-        autocompletion=complete_runs,
-    ),
-]
-Policy = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        metavar="RULE",
-        help="Add a rule: protect=GLOB, deny=TOOL, quota=TOOL:N, a .toml file, or module:object. "
-        "Can be repeated.",
-    ),
-]
-SandboxName = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sandbox",
-        metavar="NAME",
-        help="What commands run in: auto, podman, bubblewrap, namespaces or none. Or what they may "
-        "use: read=DIR, write=DIR, env=NAME, network=HOST. Can be repeated.",
-    ),
-]
-InPlace = Annotated[
-    bool,
-    typer.Option(
-        "--in-place", help="Have the directory to yourself: nobody else may work there meanwhile."
-    ),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Approve everything without asking.")]
+    rules = tuple(unprotected)
+    try:
+        try:
+            return Branch.open(workspace, name, unprotected=rules)
+        except NoSuchBranch:
+            about = {RUN: run} if run else {}
+            return Branch.create(workspace, name, about=about, unprotected=rules)
+    except WorkspaceLocked as error:
+        raise Misuse(f"the branch {name} is in use by process {error.pid}") from error
+    except FilesystemError as error:
+        raise Misuse(str(error)) from error

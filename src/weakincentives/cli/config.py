@@ -10,12 +10,14 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory, hint
+from weakincentives.cli.trust import Found, trust_of
 from weakincentives.contrib.tools import SandboxLimits, SandboxSettings
 
 if TYPE_CHECKING:
@@ -121,12 +123,10 @@ KEYS = (
 )
 """Every key that a flag or variable can have, too, in the order of the documentation."""
 _CODE = ("sections", "policy.use")
-_SCALARS = (
-    "model", "temperature", "max_turns", "max_tokens", "max_cost", "price", "context_window",
-    "time_limit", "branches",
-    "policy.read_before_write", "sandbox.engine", "sandbox.image", "sandbox.detect",
-    "sandbox.timeout", "sandbox.max_timeout",
-)  # fmt: skip
+_LISTS = (
+    "sandbox.network",
+    *(key for key in KEYS if isinstance(attrgetter(key)(Values()), tuple)),
+)
 _PAIRS = ("policy.quota", "policy.rate", "policy.after", "sandbox.limits")
 _LARGEST = 1 << 20
 _WIDER = tuple(f"sandbox.{name}" for name in ("read", "write", "env", "network", "limits", "image"))
@@ -188,8 +188,6 @@ def load_settings(
 
 def save_rule(workspace: Path, rule: ApprovalRule) -> None:
     """Add a rule to the end of ``wink.toml``, as approved; the rest of the file stays as it is."""
-    from weakincentives.cli.trust import Found, trust_of
-
     path, trust = workspace / FILE_NAME, trust_of(workspace)
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise Misuse(f"{path} is not a regular file")
@@ -371,7 +369,7 @@ def _from_text(where: str, key: str, text: str) -> dict[str, Any]:
         value = dict(_pair(where, key, part) for part in _parts(text))
     elif (where, key) == ("--sandbox", "sandbox.env"):
         value = [text]  # a value may have commas
-    elif key not in _SCALARS and (key, text) != ("sandbox.network", "off"):
+    elif key in _LISTS and (key, text) != ("sandbox.network", "off"):
         value = _parts(text)
     if not value:  # probably an unset shell variable
         raise Misuse(f"{where}: {key} is empty")

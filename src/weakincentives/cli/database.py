@@ -14,13 +14,16 @@ import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-import typer
-
 from weakincentives.cli.common import Misuse, hint
-from weakincentives.errors import MissingExtra, NoSuchRun, RunAlreadyEnded, WinkError
+from weakincentives.errors import (
+    MissingExtra,
+    NoSuchRun,
+    RunAlreadyEnded,
+    StorageUnavailable,
+)
 from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
@@ -34,52 +37,6 @@ _KEYS = ("database", "objects", "machine")
 _PATIENCE = 5.0
 """Seconds that a command tries to reach a database; a worker is more patient."""
 _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "fuse.sshfs", "lustre")
-
-
-def complete_durable_runs(context: typer.Context, incomplete: str) -> list[str]:
-    named = context.params.get("database")
-    with suppress(Misuse, OSError, WinkError), open_runs(named, must_exist=True) as runs:
-        return [run.id for run in runs.list(limit=50)[::-1] if run.id.startswith(incomplete)]
-    return []
-
-
-DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--database",
-        metavar="URL",
-        help="sqlite:///FILE or postgresql://USER@HOST/NAME; by default WINK_DATABASE, the user's "
-        "settings, or a file of this user.",
-        show_default=False,
-    ),
-]
-Objects = Annotated[
-    str | None,
-    typer.Option(
-        "--objects",
-        metavar="URL",
-        help="Where contents of files are stored: a directory, s3://BUCKET/PREFIX, or database.",
-        show_default=False,
-    ),
-]
-Machine = Annotated[
-    str | None,
-    typer.Option(
-        "--machine",
-        metavar="NAME",
-        help="The name of this machine; by default WINK_MACHINE, or that of the system.",
-        show_default=False,
-    ),
-]
-DurableRunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run: a prefix of its id, or the letters at its end.",
-        autocompletion=complete_durable_runs,
-        show_default=False,
-    ),
-]
 
 
 def setting(name: str, given: str | None) -> str:
@@ -106,7 +63,6 @@ def objects_url(given: str | None) -> str:
 def open_storage(url: str, database: Database) -> CollectableObjects:
     """Return the object storage; raise Misuse if it cannot be one."""
     from weakincentives.durable.objects import open_objects
-    from weakincentives.errors import StorageUnavailable
 
     try:
         return open_objects(url, database)

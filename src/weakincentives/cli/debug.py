@@ -15,8 +15,6 @@ import typer
 
 from weakincentives.cli.common import (
     Misuse,
-    Workspace,
-    complete_runs,
     echo,
     examples,
     existing_directory,
@@ -24,8 +22,9 @@ from weakincentives.cli.common import (
     say,
     shortened,
 )
-from weakincentives.cli.database import DatabaseUrl, is_named, open_runs
-from weakincentives.cli.fetch import where_to_look
+from weakincentives.cli.database import is_named, open_runs
+from weakincentives.cli.options import DatabaseUrl, RunName, Workspace, complete_runs, run_argument
+from weakincentives.cli.worker import where_to_look
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 
@@ -33,54 +32,21 @@ if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
 
 _PAGE = 'In the documentation: "Debugger".'
-_DEBUG_EXAMPLES = examples(
-    "wink debug                    # all runs and branches of the directory",
-    "wink debug k3f                # one run: timeline, files, state, blame",
-    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
-    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
-)
-_EXPORT_EXAMPLES = examples(
-    "wink export k3f -o run.html",
-    "wink export k3f -o run.html --changed-only --max-size 5",
-    more=f"The file opens from disk and makes no request. {_PAGE}",
-)
-_QUERY_EXAMPLES = examples(
-    "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
-    'wink query "select tool, count(*), avg(duration) from calls group by tool"',
-    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
-    "wink query --schema",
-    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
-)
-
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run: a prefix of its id, or the letters at its end.",
-        autocompletion=complete_runs,
-        show_default=False,
-    ),
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("debug", epilog=_DEBUG_EXAMPLES)(debug)
-    app.command("export", epilog=_EXPORT_EXAMPLES)(export)
-    app.command("query", epilog=_QUERY_EXAMPLES)(query)
 
 
 # debug
 
 
+@examples(
+    "wink debug                    # all runs and branches of the directory",
+    "wink debug k3f                # one run: timeline, files, state, blame",
+    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
+    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
+)
 def debug(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run to begin with: a prefix of its id, or the letters at its end.",
-            autocompletion=complete_runs,
-            show_default=False,
-        ),
+        run_argument("A run to begin with: a prefix of its id, or the letters at its end."),
     ] = None,
     workspace: Workspace = Path(),
     port: Annotated[
@@ -135,6 +101,11 @@ def _open(link: str) -> bool:
 # export
 
 
+@examples(
+    "wink export k3f -o run.html",
+    "wink export k3f -o run.html --changed-only --max-size 5",
+    more=f"The file opens from disk and makes no request. {_PAGE}",
+)
 def export(
     run: RunName,
     output: Annotated[
@@ -184,14 +155,19 @@ def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
     return every + complete_runs(context, incomplete)
 
 
+@examples(
+    "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
+    'wink query "select tool, count(*), avg(duration) from calls group by tool"',
+    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
+    "wink query --schema",
+    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
+)
 def query(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run, or all: every call on the directory, which is the default.",
-            autocompletion=_complete_runs_or_all,
-            show_default=False,
+        run_argument(
+            "A run, or all: every call on the directory, which is the default.",
+            _complete_runs_or_all,
         ),
     ] = None,
     sql: Annotated[

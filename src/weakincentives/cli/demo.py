@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import typer
 
 from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
+from weakincentives.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import CallEnded, Event
@@ -24,22 +25,18 @@ if TYPE_CHECKING:
 
 _DATA = Path(__file__).with_name("demo_project")
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."
-_EXAMPLE = examples(
-    "wink demo                        # in a new temporary directory, which is not deleted",
-    "wink demo --into ~/till          # somewhere else",
-    "wink demo --model openai:NAME    # a real model on the same project",
-    more='On a project of yours: wink run "what to do" --workspace DIR',
-)
 
 Contents: TypeAlias = Mapping[str, tuple[int, bytes]]
 """The mode and bytes of every file, by path."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("demo", epilog=_EXAMPLE)(_demo)
-
-
-def _demo(
+@examples(
+    "wink demo                        # in a new temporary directory, which is not deleted",
+    "wink demo --into ~/till          # somewhere else",
+    "wink demo --model openai:NAME    # a real model on the same project",
+    more='On a project of yours: wink run "what to do" --workspace DIR',
+)
+def demo(
     model: Annotated[
         str | None,
         typer.Option(
@@ -56,8 +53,8 @@ def _demo(
     It plans, is denied a change to the tests, makes a mistake that is rolled back, and repairs the
     program. Then each call is explained.
     """
+    from weakincentives.cli.agent import AgentRun
     from weakincentives.cli.config import load_settings
-    from weakincentives.cli.run import AgentRun
 
     project = _fresh_copy(into)
     try:
@@ -110,7 +107,6 @@ def _contents(project: Path) -> Contents:
 
 def _sandbox(choice: str) -> Sandbox | None:
     from weakincentives.contrib.tools import find_sandbox
-    from weakincentives.errors import SandboxUnavailable
 
     try:
         return find_sandbox(cast("SandboxChoice", choice))

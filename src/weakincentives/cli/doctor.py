@@ -15,18 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from weakincentives.cli.common import (
-    FILE_NAME,
-    AsJson,
-    Misuse,
-    Workspace,
-    echo,
-    examples,
-    existing_directory,
-    say,
-)
+from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, existing_directory, say
 from weakincentives.cli.models import PROVIDERS, problem_with_file
-from weakincentives.text import harmless
+from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.errors import SandboxUnavailable, SnapshotError, StateUnavailable, StoreRefused
+from weakincentives.state import state_directory
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
@@ -34,13 +28,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.sandbox.environment import ProjectEnvironment
     from weakincentives.filesystem import CommandResult
 
-_EXAMPLES = examples(
-    "wink doctor",
-    "wink doctor -w ~/project --json",
-    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
-    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
-    'variables are never shown. In the documentation: "Looking first".',
-)
 
 Level = Literal["ok", "warning", "error"]
 Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
@@ -59,10 +46,13 @@ class Finding:
     """What to do about it."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor", epilog=_EXAMPLES)(doctor)
-
-
+@examples(
+    "wink doctor",
+    "wink doctor -w ~/project --json",
+    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
+    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
+    'variables are never shown. In the documentation: "Looking first".',
+)
 def doctor(
     workspace: Workspace = Path(),
     as_json: AsJson = False,
@@ -101,7 +91,6 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def _adopt(workspace: Path) -> int:
-    from weakincentives.errors import SnapshotError
     from weakincentives.filesystem import adopt_store
     from weakincentives.filesystem.store import location_of
     from weakincentives.runtime import OutcomeLedger, SavedSession, SavedSessionData
@@ -123,8 +112,7 @@ def _adopt(workspace: Path) -> int:
     outcomes = store / "outcomes.jsonl"
     if OutcomeLedger(outcomes).damage():
         notes += OutcomeLedger.adopt(outcomes)
-    for note in notes:
-        say(note)
+    say(*notes)
     echo(f"{store} carries your seal now.")
     return 0
 
@@ -286,7 +274,6 @@ def _workspace(workspace: Path, settings: Settings | None, problem: str) -> Foun
 def _sandbox(settings: Settings | None) -> Found:
     from weakincentives.cli.trust import trust_of
     from weakincentives.contrib.tools import SandboxSettings, find_sandbox
-    from weakincentives.errors import SandboxUnavailable
     from weakincentives.filesystem.store import location_of
 
     chosen = SandboxSettings() if settings is None else settings.sandbox
@@ -410,12 +397,10 @@ def _engines(workspace: Path) -> Found:
 
 
 def _store(workspace: Path) -> Found:
-    from weakincentives.errors import StateUnavailable, StoreRefused
     from weakincentives.filesystem.store import Note, location_of, present_in
     from weakincentives.filesystem.tree import files_below
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.runtime.calls import Calls
-    from weakincentives.state import state_directory
 
     try:
         yield "ok", f"your key and state are in {state_directory()}"
@@ -429,8 +414,7 @@ def _store(workspace: Path) -> Found:
         return
     size = sum(status.st_size for status in files_below(store)) / (1 << 20)
     calls = Calls(workspace)
-    runs = "1 run" if len(calls.runs) == 1 else f"{len(calls.runs)} runs"
-    yield "ok", f"{store}: {size:.1f} MiB, {runs}"
+    yield "ok", f"{store}: {size:.1f} MiB, {counted(len(calls.runs), 'run')}"
     for sentence in calls.history.damaged():
         yield "warning", sentence, "nothing: that call can no longer be undone"
     ledger = OutcomeLedger(store / "outcomes.jsonl")

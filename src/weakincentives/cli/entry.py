@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -77,23 +77,63 @@ def make_app() -> typer.Typer:
 
     from weakincentives.cli import (
         approve,
-        branches,
-        chat,
+        branch,
         debug,
         demo,
         doctor,
-        fetch,
         gc,
         history,
         hook,
         mcp,
-        program,
-        rerun,
         run,
         tools,
         worker,
     )
+    from weakincentives.cli import exec as exec_
+    from weakincentives.cli.common import EPILOGS
+    from weakincentives.cli.options import expanded
 
+    commands: dict[str, Callable[..., int | None]] = {
+        "demo": demo.demo,
+        "run": run.run,
+        "resume": run.resume,
+        "send": run.send,
+        "approve": approve.approve,
+        "chat": run.chat,
+        "exec": exec_.exec_program,
+        "log": history.log,
+        "show": history.show,
+        "diff": history.diff,
+        "undo": history.undo,
+        "rewind": history.rewind,
+        "debug": debug.debug,
+        "export": debug.export,
+        "query": debug.query,
+        "fork": branch.fork,
+        "rerun": branch.rerun,
+        "submit": worker.submit,
+        "worker": worker.worker,
+        "ps": worker.ps,
+        "cancel": worker.cancel,
+        "fetch": worker.fetch,
+        "tools": tools.tools,
+        "doctor": doctor.doctor,
+        "gc": gc.gc,
+        "mcp": mcp.mcp,
+        "branch list": branch.list_branches,
+        "branch diff": branch.diff,
+        "branch merge": branch.merge,
+        "branch drop": branch.drop,
+        "branch checkout": branch.checkout,
+        "policy check": tools.check,
+        "policy approve": tools.approve,
+        "hook claude-code": hook.claude_code,
+    }
+    groups = {
+        "branch": "List, compare, merge, drop and check out branches.",
+        "policy": "Check and approve the rules of a directory.",
+        "hook": "Record what another vendor's agent does.",
+    }
     app = typer.Typer(
         name="wink",
         help="Run an LLM agent's tools as transactions: committed, or rolled back completely.",
@@ -120,10 +160,15 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    modules = (
-        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker, fetch),
-        *(tools, doctor, gc, mcp, hook),
-    )
-    for module in modules:
-        module.register(app)
+    apps = {"": app}
+    for name, sentence in groups.items():
+        apps[name] = typer.Typer(help=sentence, no_args_is_help=True, rich_markup_mode=None)
+        apps[name].callback()(lambda: None)  # or a group with one command would be that command
+        app.add_typer(apps[name], name=name)
+    for words, command in commands.items():
+        group, _, name = words.rpartition(" ")
+        # What comes after the program's name is the program's.
+        context = {"allow_interspersed_args": False} if name == "exec" else None
+        add = apps[group].command(name, epilog=EPILOGS.get(command), context_settings=context)
+        add(expanded(command))
     return app

@@ -11,31 +11,19 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from weakincentives.cli.common import (
-    AsJson,
     Misuse,
-    Workspace,
     echo,
     examples,
     existing_directory,
     open_workspace,
     say,
 )
-from weakincentives.text import harmless
+from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Limits, Pruned
     from weakincentives.runtime.calls import Run
-
-_EXAMPLES = examples(
-    "wink gc --dry-run             # what the store takes, and what would be removed",
-    "wink gc                       # to the limits below; compress the rest",
-    "wink gc --older-than 7        # only the last week of calls and runs",
-    "wink gc --keep 50M",
-    more="By default the history keeps 90 days (in any case the newest 100 calls), 10,000 calls "
-    "and 256 MiB; runs are kept for 90 days (in any case the newest 20), 1,000 of them and 256 "
-    "MiB. The oldest go first. Never removed: the newest run, a run in use, an unfinished run of "
-    'the last 30 days, and whatever a branch needs. In the documentation: "Disk use".',
-)
 
 
 class _Limits(NamedTuple):
@@ -45,10 +33,16 @@ class _Limits(NamedTuple):
     """Only an explicit age removes content that could not be restored: it may be the only copy."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command("gc", epilog=_EXAMPLES)(gc)
-
-
+@examples(
+    "wink gc --dry-run             # what the store takes, and what would be removed",
+    "wink gc                       # to the limits below; compress the rest",
+    "wink gc --older-than 7        # only the last week of calls and runs",
+    "wink gc --keep 50M",
+    more="By default the history keeps 90 days (in any case the newest 100 calls), 10,000 calls "
+    "and 256 MiB; runs are kept for 90 days (in any case the newest 20), 1,000 of them and 256 "
+    "MiB. The oldest go first. Never removed: the newest run, a run in use, an unfinished run of "
+    'the last 30 days, and whatever a branch needs. In the documentation: "Disk use".',
+)
 def gc(
     workspace: Workspace = Path(),
     dry_run: Annotated[
@@ -97,7 +91,7 @@ def gc(
     _show(store, before, after)
     echo(_sentence(pruned, len(runs), dry_run=dry_run))
     if pruned.damaged:
-        damaged = _counted(pruned.damaged, "damaged call")
+        damaged = counted(pruned.damaged, "damaged call")
         say(f"{damaged}: no unused content was removed, because these calls may need it")
     return 0
 
@@ -136,8 +130,7 @@ def _prune(directory: Path, store: Path, limits: _Limits) -> tuple[Pruned, list[
     from weakincentives.runtime.calls import delete_runs, old_runs
 
     with open_workspace(directory) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         pruned = files.prune(limits.history, left_too=limits.left_too)
         return pruned, delete_runs(old_runs(store, limits.runs))
 
@@ -160,12 +153,8 @@ def _sentence(pruned: Pruned, runs: int, *, dry_run: bool) -> str:
         "left-over file": pruned.left,
         "scan index": int(pruned.scan_index),
     }
-    parts = [_counted(count, what) for what, count in found.items() if count]
+    parts = [counted(count, what) for what, count in found.items() if count]
     removed = f"{'Would remove' if dry_run else 'Removed'}: {', '.join(parts) or 'nothing'}."
     if not pruned.compressed:
         return removed
-    return f"{removed} Compressed: {_counted(pruned.compressed, 'content')}."
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{removed} Compressed: {counted(pruned.compressed, 'content')}."

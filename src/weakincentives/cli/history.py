@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weakincentives.cli.common import (
-    AsJson,
+    InUse,
     Misuse,
-    RunOption,
-    Workspace,
-    complete_calls,
-    complete_runs,
     diff_style,
     echo,
     examples,
@@ -29,11 +25,22 @@ from weakincentives.cli.common import (
     say,
     shortened,
     summary_of,
-    user,
 )
-from weakincentives.cli.database import DatabaseUrl
 from weakincentives.cli.doctor import was_killed
-from weakincentives.cli.fetch import where_to_look
+from weakincentives.cli.options import (
+    AnyCall,
+    AsJson,
+    Before,
+    CallName,
+    DatabaseUrl,
+    Everything,
+    RunOption,
+    Workspace,
+    complete_calls,
+    run_argument,
+)
+from weakincentives.cli.worker import where_to_look
+from weakincentives.errors import FilesystemError, SnapshotError, UndoRefused, WorkspaceLocked
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -44,84 +51,24 @@ if TYPE_CHECKING:
 
 _PAGE = 'In the documentation: "History and undo".'
 _SEE = "`wink log` lists the calls"
-_LOG_EXAMPLES = examples(
+
+LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace later changes, too; the history still has them.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
+
+
+@examples(
     "wink log                      # the last calls, and what each changed",
     "wink log --run k3f -n 0       # all calls of one run",
     "wink log k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
     "wink log --json | jq .tool",
     more=f"Works while an agent is running. {_PAGE}",
 )
-_SHOW_EXAMPLES = examples(
-    "wink show k3f/2               # the second call of the run that ends in k3f",
-    "wink show 2                   # the second call of the last run",
-    "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
-    "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
-    "wink show k3f/2 --export DIR  # all files of then, in a new directory",
-    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
-)
-_DIFF_EXAMPLES = examples(
-    "wink diff                     # all that the last run changed",
-    "wink diff k3f/2               # one call; or --last: the last one",
-    "wink diff --run k3f | git apply --reverse",
-    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
-    "something: standard error says what.",
-)
-_UNDO_EXAMPLES = examples(
-    "wink undo                     # the last run; again: the run before",
-    "wink undo --last              # only the last call",
-    "wink undo k3f/2               # just this call",
-    "wink undo --to k3f/2          # this call and everything after it",
-    "wink undo --run k3f --dry-run",
-    "wink undo undo_7              # undo an undo",
-    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
-)
-_REWIND_EXAMPLES = examples(
-    "wink rewind k3f/4             # files, session and conversation as just after this call",
-    "wink rewind k3f/4 --before    # as before it",
-    "wink rewind k3f/4 --dry-run   # only show what would change in files",
-    "wink undo k3f/9               # undo the rewind, which is a call itself",
-    'wink resume k3f "now with pytest"',
-    more=_PAGE,
-)
-
-CallName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CALL",
-        help="RUN/N, N of the last run, or the id of a call.",
-        autocompletion=complete_calls,
-        show_default=False,
-    ),
-]
-LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
-Before = Annotated[bool, typer.Option("--before", help="Before the call instead of after it.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace later changes, too; the history still has them.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
-Everything = Annotated[
-    bool,
-    typer.Option("--all", "--ignored", help="Show ignored files, too, and long lists in full."),
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("log", epilog=_LOG_EXAMPLES)(log)
-    app.command("show", epilog=_SHOW_EXAMPLES)(show)
-    app.command("diff", epilog=_DIFF_EXAMPLES)(diff)
-    app.command("undo", epilog=_UNDO_EXAMPLES)(undo)
-    app.command("rewind", epilog=_REWIND_EXAMPLES)(rewind)
-
-
 def log(
     name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Only this run: as --run, or one of a database.",
-            autocompletion=complete_runs,
-            show_default=False,
-        ),
+        str | None, run_argument("Only this run: as --run, or one of a database.")
     ] = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
@@ -140,8 +87,7 @@ def log(
     calls, files = _opened(workspace, everything)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
-    for sentence in (*calls.history.damaged(), *calls.damage()):
-        say(sentence)
+    say(*calls.history.damaged(), *calls.damage())
     for each in {call.run.id: call.run for call in found if call.run is not None}.values():
         if times := each.compactions:
             how_often = "once" if times == 1 else f"{times} times"
@@ -155,6 +101,14 @@ def log(
     _print(_log_lines(found, calls, files))
 
 
+@examples(
+    "wink show k3f/2               # the second call of the run that ends in k3f",
+    "wink show 2                   # the second call of the last run",
+    "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
+    "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
+    "wink show k3f/2 --export DIR  # all files as they were, in a new directory",
+    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
+)
 def show(
     call: Annotated[
         str,
@@ -174,7 +128,7 @@ def show(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one call: arguments, result, why it was denied, what it changed. Or files of then."""
+    """Show one call: arguments, result, why it was denied, what it changed. Or past files."""
     calls, files = _opened(workspace, everything)
     wanted, path = _call_and_path(calls, call)
     if path is not None or export is not None:
@@ -191,8 +145,15 @@ def show(
     return None
 
 
+@examples(
+    "wink diff                     # all that the last run changed",
+    "wink diff k3f/2               # one call; or --last: the last one",
+    "wink diff --run k3f | git apply --reverse",
+    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
+    "something: standard error says what.",
+)
 def diff(
-    call: CallName = None,
+    call: AnyCall = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
     last: LastCall = False,
@@ -219,8 +180,17 @@ def diff(
     return code
 
 
+@examples(
+    "wink undo                     # the last run; again: the run before",
+    "wink undo --last              # only the last call",
+    "wink undo k3f/2               # just this call",
+    "wink undo --to k3f/2          # this call and everything after it",
+    "wink undo --run k3f --dry-run",
+    "wink undo undo_7              # undo an undo",
+    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
+)
 def undo(
-    call: CallName = None,
+    call: AnyCall = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
     last: LastCall = False,
@@ -238,7 +208,6 @@ def undo(
     everything: Everything = False,
 ) -> int:
     """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
-    from weakincentives.errors import UndoRefused
     from weakincentives.runtime.undo import preview_undo
 
     if to is not None and (last or call is not None or run is not None):
@@ -249,7 +218,8 @@ def undo(
         calls = _recovered(calls, files)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
     if call is not None and _undoes_rewind(calls, chosen[0]):
-        return _rewind(calls, chosen[0], files, before=True).perform(force, dry_run)
+        rewound = _Rewind(calls=calls, target=chosen[0], shown=files, before=True)
+        return rewound.perform(force, dry_run)
     left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
@@ -266,16 +236,16 @@ def undo(
     return print_diff(shown, files)
 
 
+@examples(
+    "wink rewind k3f/4             # files, session and conversation as just after this call",
+    "wink rewind k3f/4 --before    # as before it",
+    "wink rewind k3f/4 --dry-run   # only show what would change in files",
+    "wink undo k3f/9               # undo the rewind, which is a call itself",
+    'wink resume k3f "now with pytest"',
+    more=_PAGE,
+)
 def rewind(
-    call: Annotated[
-        str,
-        typer.Argument(
-            metavar="CALL",
-            help="RUN/N, N of the last run, or the id of a call.",
-            autocompletion=complete_calls,
-            show_default=False,
-        ),
-    ],
+    call: CallName,
     workspace: Workspace = Path(),
     before: Before = False,
     files_only: Annotated[
@@ -299,7 +269,8 @@ def rewind(
         calls = _recovered(calls, files)
     target = find_call(calls, call)
     parts = "files" if files_only else "conversation" if conversation_only else "all"
-    return _rewind(calls, target, files, before=before, parts=parts).perform(force, dry_run)
+    rewound = _Rewind(calls=calls, target=target, shown=files, before=before, parts=parts)
+    return rewound.perform(force, dry_run)
 
 
 _FORGOTTEN = "the history no longer has them"
@@ -389,8 +360,6 @@ def _calls_of(calls: Calls, run: Run) -> list[Call]:
 @contextmanager
 def _reading(run: Run) -> Generator[None]:
     """Raise Misuse if a run cannot be read."""
-    from weakincentives.errors import SnapshotError
-
     try:
         yield
     except (OSError, SnapshotError) as error:
@@ -470,18 +439,13 @@ def _recovered(calls: Calls, shown: Files) -> Calls:
     """Roll back a killed call, and read the history again."""
     with _writable(calls.workspace, "") as files:
         left = files.recovered
-    say("a call was killed; its changes were rolled back first")
-    for sentence in left:
-        say(sentence)
+    say("a call was killed; its changes were rolled back first", *left)
     return _opened(calls.workspace, shown.everything)[0]
 
 
 def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) -> int:
-    from weakincentives.errors import FilesystemError, UndoRefused
-
     with _writable(calls.workspace, chosen[-1].branch) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         ids = [each.call_id for each in chosen]
         try:
             notes = files.undo(*ids, force=force)
@@ -493,8 +457,7 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
         except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
-    for sentence in notes:
-        say(sentence)
+    say(*notes)
     done = _newest(calls.workspace, chosen[-1].branch, shown)
     if done is None or done.call.undoes != tuple(ids):
         say("nothing was undone")
@@ -510,16 +473,12 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
 @contextmanager
 def _writable(workspace: Path, branch: str) -> Generator[HostFilesystem]:
     """Open a branch, or the directory if the name is empty; raise Misuse if it is in use."""
-    from weakincentives.errors import FilesystemError, WorkspaceLocked
     from weakincentives.runtime.undo import open_files
 
     try:
         files = open_files(workspace, branch)
     except WorkspaceLocked as error:
-        what = f"the branch {branch}" if branch else str(workspace)
-        raise Misuse(
-            f"{what} is in use by {user(error)}: wait until it has ended, or stop it"
-        ) from error
+        raise InUse(error, f"the branch {branch}" if branch else str(workspace)) from error
     except (FilesystemError, NotImplementedError) as error:
         raise Misuse(str(error)) from error
     with files:
@@ -562,36 +521,29 @@ def _undoes_rewind(calls: Calls, call: Call) -> bool:
         raise Misuse(str(error)) from error
 
 
-def _rewind(
-    calls: Calls, target: Call, shown: Files, *, before: bool, parts: Parts = "all"
-) -> _Rewind:
-    if target.run is None:
-        raise Misuse(f"{target.name} is not a call of a run; to undo its files: wink undo")
-    return _Rewind(
-        calls=calls, target=target, run=target.run, shown=shown, before=before, parts=parts
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Rewind:
     """A rewind to a call of a run."""
 
     calls: Calls
     target: Call
-    run: Run
     shown: Files
     before: bool
     parts: Parts = "all"
 
     @property
+    def _run(self) -> Run:
+        if self.target.run is None:
+            raise Misuse(f"{self.target.name} is not a call of a run; to undo its files: wink undo")
+        return self.target.run
+
+    @property
     def _branch(self) -> str:
         """Where the run works now."""
-        return self.run.branch if self.run.branch in self.calls.branches else ""
+        return self._run.branch if self._run.branch in self.calls.branches else ""
 
     def perform(self, force: bool, dry_run: bool) -> int:
         """Rewind, or show what would change; returns the exit code."""
-        from weakincentives.errors import UndoRefused
-
         try:
             return self._show(force) if dry_run else self._rewind(force)
         except UndoRefused as error:
@@ -605,7 +557,7 @@ class _Rewind:
         found = preview_rewind(
             self.calls,
             self.target,
-            self.run,
+            self._run,
             before=self.before,
             parts=self.parts,
             force=force,
@@ -619,18 +571,18 @@ class _Rewind:
         return print_diff(found.changes, self.shown)
 
     def _rewind(self, force: bool) -> int:
+        from weakincentives.cli.agent import open_session
         from weakincentives.cli.config import load_settings
-        from weakincentives.cli.run import open_session, with_flags_of
+        from weakincentives.cli.run import with_flags_of
         from weakincentives.runtime.rewind import rewind_run
 
-        flags, stored = with_flags_of(self.run, {})
+        flags, stored = with_flags_of(self._run, {})
         settings = load_settings(self.calls.workspace, stored=stored, **flags)
         with (
             _writable(self.calls.workspace, self._branch) as files,
-            open_session(self.run, settings) as saved,
+            open_session(self._run, settings) as saved,
         ):
-            for sentence in files.recovered:
-                say(sentence)
+            say(*files.recovered)
             done = rewind_run(
                 saved,
                 files,
@@ -639,23 +591,23 @@ class _Rewind:
                 parts=self.parts,
                 force=force,
             )
-        for sentence in done.notes:
-            say(sentence)
+        say(*done.notes)
         self._report(done)
         return 0
 
     def _report(self, done: Rewound) -> None:
         when = "before" if self.before else "after"
         only = "" if self.parts == "all" else f" ({self.parts} only)"
+        lines: list[Line] = [
+            [(f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}", "bold")]
+        ]
         newest = _newest(self.calls.workspace, self._branch, self.shown)
-        has_changed = newest is not None and newest.call.call_id == done.call_id
-        name = f"{self.target.name} {_tool(self.target)}"
-        _print([[(f"Rewound to {when} {name}{only}", "bold")]])
-        if has_changed and newest is not None:
-            _print(self.shown.lines(newest.files))
-        mark = self.run.mark
+        if newest is not None and newest.call.call_id == done.call_id:
+            lines += self.shown.lines(newest.files)
+        _print(lines)
+        mark = self._run.mark
         echo(f"To undo the rewind: wink undo {mark}/{done.number}")
-        if self.parts != "files" and self.run.data.about.get("kind") == "run":
+        if self.parts != "files" and self._run.data.about.get("kind") == "run":
             echo(f'To continue from here: wink resume {mark} "..."')
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from weakincentives.cli.common import INSIDE, Misuse, echo, examples
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import WinkError
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
@@ -28,12 +30,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime import SavedSession
     from weakincentives.tool_result import ToolResult
 
-_EXAMPLES = examples(
-    "wink hook claude-code --print-settings > .claude/settings.json",
-    "wink log                      # afterwards: every tool that Claude Code has used",
-    more="Claude Code starts it, with a JSON object on standard input. "
-    'In the documentation: "Claude Code with hooks".',
-)
 _EVENTS = {
     "PreToolUse": "*",
     "PostToolUse": "*",
@@ -45,26 +41,17 @@ _EVENTS = {
 _PATIENCE = 120
 """Seconds that Claude Code waits for us; we wait half as long for others on the directory."""
 _FORGOTTEN = 3600.0
-"""Seconds after which a tool of another session that has not ended is taken for killed."""
+"""Seconds after which a tool of another session that has not ended counts as killed."""
 _SAID = 20_000
 """Characters of a tool's answer that are recorded."""
 
 
-def register(app: typer.Typer) -> None:
-    hook = typer.Typer(
-        help="Record what another vendor's agent does.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-
-    @hook.callback()
-    def _hook() -> None:  # pyright: ignore[reportUnusedFunction]  # or it would have no name
-        pass
-
-    hook.command("claude-code", epilog=_EXAMPLES)(claude_code)
-    app.add_typer(hook, name="hook")
-
-
+@examples(
+    "wink hook claude-code --print-settings > .claude/settings.json",
+    "wink log                      # afterwards: every tool that Claude Code has used",
+    more="Claude Code starts it, with a JSON object on standard input. "
+    'In the documentation: "Claude Code with hooks".',
+)
 def claude_code(
     workspace: Annotated[
         Path | None,
@@ -119,7 +106,6 @@ def _answer(
 ) -> Mapping[str, Any] | None:
     """Return what to tell Claude Code, if anything."""
     from weakincentives.adapters.claude_program import NOT_CALLS, READING
-    from weakincentives.errors import WinkError
 
     name = str(told.get("tool_name", ""))
     is_before = event == "PreToolUse"
@@ -171,7 +157,7 @@ class _Hooked:
 
     @contextmanager
     def opened(self) -> Generator[_Hooked]:
-        """Open the workspace; whoever else works on it, another hook for example, comes first."""
+        """Open the workspace, after waiting for others such as another hook."""
         from weakincentives.cli.config import load_settings
         from weakincentives.cli.trust import trust_of
         from weakincentives.filesystem import HostFilesystem
@@ -184,7 +170,7 @@ class _Hooked:
         ) as self.files:
             yield self
 
-    # The tools that have begun, in the store. Only who has the workspace open changes them.
+    # The tools that have begun, in the store; changed only while the workspace is open.
 
     @property
     def _place(self) -> Path:
@@ -210,8 +196,6 @@ class _Hooked:
 
     def before(self) -> Mapping[str, Any] | None:
         """Note the files, unless another agent's tool is under way; say why it must not run."""
-        from weakincentives.clock import SYSTEM_CLOCK
-
         denial = self._admitted()
         if denial is not None and denial["hookSpecificOutput"]["permissionDecision"] == "deny":
             return denial

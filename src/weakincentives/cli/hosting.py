@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from weakincentives.adapters import Message, RunConfig
-from weakincentives.cli.branches import check_fits_branch
 from weakincentives.cli.common import Misuse
 from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.fetch import Fetch
 from weakincentives.cli.models import open_model, tracker_of
-from weakincentives.cli.workbench import load_types, open_workbench
+from weakincentives.cli.workbench import check_fits_branch, load_types, open_workbench
+from weakincentives.cli.worker import Fetch
 from weakincentives.contrib.tools.saved import load_types as load_own_types
 from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run
 from weakincentives.durable.performer import Prepared

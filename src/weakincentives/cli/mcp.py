@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.branches import check_fits_branch, open_branch
-from weakincentives.cli.common import (
+from weakincentives.cli.common import Misuse, examples, open_branch, open_workspace, say
+from weakincentives.cli.database import open_runs
+from weakincentives.cli.options import (
     InPlace,
-    Misuse,
     Policy,
-    SandboxName,
+    Sandbox,
+    Verbose,
     Workspace,
     complete_branches,
     complete_suites,
-    examples,
-    open_workspace,
-    say,
 )
-from weakincentives.cli.database import open_runs
 from weakincentives.errors import SessionInUse, SnapshotError
 
 if TYPE_CHECKING:
@@ -32,7 +29,8 @@ if TYPE_CHECKING:
     from weakincentives.prompt import Section
     from weakincentives.runtime import SavedSession
 
-_EXAMPLE = examples(
+
+@examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
@@ -41,13 +39,7 @@ _EXAMPLE = examples(
     'In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
     'up a client".',
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("mcp", epilog=_EXAMPLE)(_mcp)
-
-
-def _mcp(
+def mcp(
     specs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -85,7 +77,7 @@ def _mcp(
             autocompletion=complete_suites,
         ),
     ] = None,
-    sandbox: SandboxName = None,
+    sandbox: Sandbox = None,
     policy: Policy = None,
     in_place: InPlace = False,
     branch: Annotated[
@@ -105,7 +97,7 @@ def _mcp(
             help="Let the client's user answer what runs in this database ask.",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
     from weakincentives.cli.config import load_settings
@@ -154,7 +146,7 @@ def _server(
     fresh: bool,
     in_place: bool,
 ) -> Generator[McpServer]:
-    from weakincentives.cli.workbench import open_workbench
+    from weakincentives.cli.workbench import check_fits_branch, open_workbench
     from weakincentives.filesystem.store import location_of
     from weakincentives.mcp import McpServer, ask_client
     from weakincentives.runtime.calls import begin_run

@@ -16,19 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, say, shortened
-from weakincentives.cli.view import is_utf8
+from weakincentives.cli.view import View, is_utf8
 from weakincentives.errors import FilesystemError, InvalidArguments, ToolValidationError
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
-from weakincentives.runtime.approvals import POLL
+from weakincentives.runtime.approvals import POLL, ApprovalDesk
+from weakincentives.runtime.approvals import Question as Published
 from weakincentives.text import harmless, visible
-
-if TYPE_CHECKING:
-    from weakincentives.cli.view import View
-    from weakincentives.runtime.approvals import ApprovalDesk
-    from weakincentives.runtime.approvals import Question as Published
 
 
 class Approver:

@@ -1,74 +1,42 @@
-"""`wink run`, `wink resume` and `wink send`: an agent on a real directory."""
+"""`wink run`, `resume`, `chat` and `send`: an agent on a real directory."""
 
 from __future__ import annotations
 
-import logging
-import os
-import shlex
-import signal
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.branches import (
-    FOR_OTHERS,
-    check_fits_branch,
-    open_branch,
-    prefers_branch,
-)
-from weakincentives.cli.common import (
+from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run
+from weakincentives.cli.options import (
     AsJson,
+    AskElsewhere,
+    Attach,
+    BranchName,
     InPlace,
-    Misuse,
-    Policy,
-    SandboxName,
+    NoMerge,
+    Quiet,
+    RunSettings,
+    Task,
+    Temperature,
     Workspace,
     Yes,
-    complete_branches,
-    complete_models,
-    complete_runs,
-    complete_tools,
-    echo,
-    examples,
-    existing_directory,
-    find_run,
-    in_use,
-    opened_workspace,
-    say,
-    user,
+    run_argument,
 )
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import (
-    MergeConflict,
-    SessionInUse,
-    SnapshotError,
-    WinkError,
-    WorkspaceLocked,
-)
+from weakincentives.errors import SessionError, SnapshotError
 
 if TYPE_CHECKING:
-    from weakincentives.adapters import Adapter, RunEvent, RunOptions
-    from weakincentives.budget import BudgetTracker
-    from weakincentives.cli.config import Settings
-    from weakincentives.cli.view import ChangedFile, Event, Outcome, View
-    from weakincentives.cli.workbench import Workbench
-    from weakincentives.filesystem import Branch, HostFilesystem
-    from weakincentives.filesystem.ignored import IgnoredFiles
-    from weakincentives.media import Content, Media
-    from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
-    from weakincentives.runtime import SavedSession
+    from weakincentives.media import Media
     from weakincentives.runtime.calls import Run
 
 KIND = "run"
 """Marks the saved sessions of runs."""
 
-_RUN_EXAMPLES = examples(
+
+@examples(
     'wink run "fix the failing test" --model openai:gpt-5-mini',
     'wink run "rename User to Account" -w ~/project --dry-run   # only shows the diff',
     'wink run "update the docs" --policy protect=src --ask shell_execute',
@@ -79,106 +47,11 @@ _RUN_EXAMPLES = examples(
     more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.\n"
     'In the documentation: "The commands".',
 )
-_RESUME_EXAMPLES = examples(
-    "wink resume                              # the last run that has not finished",
-    "wink resume 20261116-0630                # this one; a prefix of the id is enough",
-    'wink resume 20261116-0630 "now the docs"',
-    more='In the documentation: "The commands".',
-)
-
-_SEND_EXAMPLES = examples(
-    'wink send "use pytest, not unittest"     # to the run in progress on this directory',
-    'wink send "leave the docs" k3f -w ~/project',
-    "git diff | wink send -",
-    more='In the documentation: "The commands".',
-)
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="MODEL",
-        help="openai:NAME, openai-responses:NAME, litellm:PROVIDER/NAME, claude[:NAME], "
-        "local[:FILE] or scripted:FILE.",
-        autocompletion=complete_models,
-    ),
-]
-Temperature = Annotated[
-    str | None,
-    typer.Option(metavar="T", help="How varied the answers are, 0 to 2; attempts use T,T in turn."),
-]
-MaxTurns = Annotated[int | None, typer.Option(metavar="N", help="Limit the model's turns.")]
-MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Limit the tokens.")]
-MaxCost = Annotated[float | None, typer.Option(metavar="USD", help="Limit the cost, in dollars.")]
-Price = Annotated[
-    str | None,
-    typer.Option(
-        metavar="IN/OUT", help="Dollars per million tokens, if the model's price is not known."
-    ),
-]
-ContextWindow = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="The tokens the model takes, if its provider does not tell."),
-]
-TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit the time.")]
-Ask = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ask",
-        metavar="TOOL",
-        help="Ask before calls of this tool, or of this reach. Can be repeated.",
-        autocompletion=complete_tools,
-    ),
-]
-AskElsewhere = Annotated[
-    bool,
-    typer.Option(
-        "--ask-elsewhere",
-        help="Without a terminal, wait for `wink approve` or `wink debug` instead of denying.",
-    ),
-]
-Attach = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--attach",
-        metavar="FILE",
-        help="Show the model this picture or PDF with the message. Can be repeated.",
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")]
-BranchName = Annotated[
-    str | None,
-    typer.Option(
-        "--branch",
-        metavar="NAME",
-        help="Work on this branch, a new one by default; - names it like the run.",
-        autocompletion=complete_branches,
-    ),
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("run", epilog=_RUN_EXAMPLES)(run)
-    app.command("resume", epilog=_RESUME_EXAMPLES)(resume)
-    app.command("send", epilog=_SEND_EXAMPLES)(send)
-
-
 def run(
-    task: Annotated[
-        str, typer.Argument(metavar="TASK", help="What to do; - reads it from standard input.")
-    ],
+    task: Task,
     workspace: Workspace = Path(),
-    model: Model = None,
-    policy: Policy = None,
-    max_turns: MaxTurns = None,
-    max_tokens: MaxTokens = None,
-    max_cost: MaxCost = None,
-    price: Price = None,
-    context_window: ContextWindow = None,
-    time_limit: TimeLimit = None,
-    sandbox: SandboxName = None,
-    ask: Ask = None,
+    *,
+    settings: RunSettings,
     attach: Attach = None,
     yes: Yes = False,
     ask_elsewhere: AskElsewhere = False,
@@ -203,9 +76,7 @@ def run(
         int, typer.Option(metavar="N", min=1, help="How many attempts are made at a time.")
     ] = 4,
     branch: BranchName = None,
-    no_merge: Annotated[
-        bool, typer.Option("--no-merge", help="Leave the changes on a branch.")
-    ] = False,
+    no_merge: NoMerge = False,
     in_place: InPlace = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -215,12 +86,8 @@ def run(
 
     if in_place and (branch or no_merge):
         raise Misuse("name only one of --in-place and --branch or --no-merge")
-
-    task = sys.stdin.read() if task == "-" else task
-    if not task.strip():
-        raise Misuse('the task is empty: wink run "..."')
-    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
-    flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
+    task = text_of(task, 'the task is empty: wink run "..."')
+    flags = settings.given()
     if attempts is not None:
         from weakincentives.cli.attempts import Attempts
         from weakincentives.runtime.forks import absolute
@@ -254,7 +121,9 @@ def run(
         ).perform()
     if judge is not None or models is not None:
         raise Misuse("--judge and --models need --attempts N")
-    flags |= set_flags(temperature=temperature)
+    from weakincentives.cli.agent import AgentRun
+
+    flags |= {} if temperature is None else {"temperature": temperature}
     return AgentRun(
         settings=load_settings(workspace, **flags),
         flags=flags,
@@ -271,6 +140,14 @@ def run(
     ).perform()
 
 
+def text_of(given: str, if_empty: str) -> str:
+    """Return an argument, or standard input in place of a dash; raise Misuse if it is empty."""
+    text = sys.stdin.read() if given == "-" else given
+    if not text.strip():
+        raise Misuse(if_empty)
+    return text
+
+
 def _listed(text: str | None) -> list[str]:
     return [each for each in (text or "").split(",") if each]
 
@@ -284,30 +161,23 @@ def _attached(paths: list[Path] | None) -> Sequence[Media]:
         raise Misuse(f"--attach: {error}") from error
 
 
+@examples(
+    "wink resume                              # the last run that has not finished",
+    "wink resume 20261116-0630                # this one; a prefix of the id is enough",
+    'wink resume 20261116-0630 "now the docs"',
+    more='In the documentation: "The commands".',
+)
 def resume(
     run_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Which run; by default the last that has not finished.",
-            autocompletion=complete_runs,
-        ),
+        str | None, run_argument("Which run; by default the last that has not finished.")
     ] = None,
     message: Annotated[
         str | None,
         typer.Argument(metavar="MESSAGE", help="What to tell the model; a finished run needs it."),
     ] = None,
     workspace: Workspace = Path(),
-    model: Model = None,
-    policy: Policy = None,
-    max_turns: MaxTurns = None,
-    max_tokens: MaxTokens = None,
-    max_cost: MaxCost = None,
-    price: Price = None,
-    context_window: ContextWindow = None,
-    time_limit: TimeLimit = None,
-    sandbox: SandboxName = None,
-    ask: Ask = None,
+    *,
+    settings: RunSettings,
     attach: Attach = None,
     yes: Yes = False,
     ask_elsewhere: AskElsewhere = False,
@@ -320,10 +190,10 @@ def resume(
 
     if run_id is not None and message is None and " " in run_id:
         run_id, message = None, run_id  # wink resume "and the docs"
-    earlier = run_to_resume(existing_directory(workspace), run_id, message)
-    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
-    flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
-    flags, stored = with_flags_of(earlier, flags)
+    earlier = _run_to_resume(existing_directory(workspace), run_id, message)
+    flags, stored = with_flags_of(earlier, settings.given())
+    from weakincentives.cli.agent import AgentRun
+
     return AgentRun(
         settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
@@ -339,29 +209,75 @@ def resume(
     ).perform()
 
 
+@examples(
+    "wink chat --model openai:gpt-5-mini",
+    "wink chat --resume                       # the last chat or run on this directory",
+    "wink chat --resume k3f -w ~/project",
+    "wink chat --branch parser                # the directory changes when you type /merge",
+    "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
+    more='In the documentation: "A conversation".',
+)
+def chat(
+    run_id: Annotated[
+        str | None, run_argument("With --resume: which chat or run; by default the last.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", "-r", help="Continue a chat, or a run.")
+    ] = False,
+    workspace: Workspace = Path(),
+    *,
+    settings: RunSettings,
+    yes: Yes = False,
+    branch: BranchName = None,
+    in_place: InPlace = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> int:
+    """Talk with an agent that works on a directory. Type /help for the commands."""
+    from weakincentives.cli.chat import Chat
+    from weakincentives.cli.config import load_settings
+
+    flags, earlier, stored = settings.given(), None, list[str]()
+    if resume:
+        earlier = _run_to_resume(existing_directory(workspace), run_id, "")
+        flags, stored = with_flags_of(earlier, flags)
+    elif run_id is not None:
+        raise Misuse(f"to continue a chat or a run: wink chat --resume {run_id}")
+    return Chat(
+        settings=load_settings(workspace, stored=stored, **flags),
+        flags=flags,
+        message=None,
+        yes=yes,
+        branch=branch,
+        no_merge=True,  # /merge does it
+        in_place=in_place,
+        as_json=as_json,
+        quiet=quiet,
+        earlier=earlier,
+    ).perform()
+
+
+@examples(
+    'wink send "use pytest, not unittest"     # to the run in progress on this directory',
+    'wink send "leave the docs" k3f -w ~/project',
+    "git diff | wink send -",
+    more='In the documentation: "The commands".',
+)
 def send(
     message: Annotated[
         str,
         typer.Argument(metavar="MESSAGE", help="What to say; - reads it from standard input."),
     ],
     run_id: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Which run; by default the one in progress.",
-            autocompletion=complete_runs,
-        ),
+        str | None, run_argument("Which run; by default the one in progress.")
     ] = None,
     workspace: Workspace = Path(),
 ) -> None:
     """Send a message to a run in progress; the model reads it before its next turn."""
-    from weakincentives.errors import SessionError
     from weakincentives.runtime import Inbox, SavedSession
     from weakincentives.runtime.calls import runs_of
 
-    message = sys.stdin.read() if message == "-" else message
-    if not message.strip():
-        raise Misuse('the message is empty: wink send "..."')
+    message = text_of(message, 'the message is empty: wink send "..."')
     directory = existing_directory(workspace)
     runs = runs_of(directory)[::-1] if run_id is None else [find_run(directory, run_id)]
     for run in runs:
@@ -382,33 +298,6 @@ def inbox_of(session: Path) -> Path:
     return session.with_suffix(".inbox")
 
 
-def given_flags(
-    model: str | None,
-    policy: list[str] | None,
-    max_turns: int | None,
-    max_tokens: int | None,
-    time_limit: float | None,
-    sandbox: list[str] | None,
-    ask: list[str] | None,
-) -> dict[str, Any]:
-    from weakincentives.runtime.forks import absolute
-
-    return set_flags(
-        model=model and absolute(model),
-        policy=[absolute(each) for each in policy or ()] or None,
-        max_turns=max_turns,
-        max_tokens=max_tokens,
-        time_limit=time_limit,
-        sandbox=sandbox or None,
-        ask=ask or None,
-    )
-
-
-def set_flags(**flags: object) -> dict[str, Any]:
-    """Return the flags that are given."""
-    return {name: value for name, value in flags.items() if value is not None}
-
-
 def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the flags of a run with those given now, and the rules that only the run has."""
     flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
@@ -421,7 +310,7 @@ def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], 
     return flags | given, stored
 
 
-def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
+def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
     """Return the named run, or the last that can be resumed."""
     from weakincentives.runtime import SavedSession, SavedSessionData
     from weakincentives.runtime.calls import runs_of
@@ -454,21 +343,6 @@ def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> R
     raise Misuse(f'there is no run to resume in {directory}; start one: wink run "..."')
 
 
-@contextmanager
-def open_session(run: Run, settings: Settings) -> Generator[SavedSession]:
-    """Open the saved session of a run for the block; raise Misuse if the run is in progress."""
-    from weakincentives.cli.workbench import load_types
-    from weakincentives.runtime import SavedSession
-
-    load_types(settings)
-    try:
-        saved = SavedSession.open(run.path)
-    except SessionInUse as error:
-        raise Misuse(f"{run.id} is running in another process") from error
-    with saved:
-        yield saved
-
-
 def _is_unmerged(directory: Path, run: Run) -> bool:
     """Whether a run was stopped between the model's end and the end of the merge."""
     from weakincentives.filesystem import branches_of
@@ -476,533 +350,3 @@ def _is_unmerged(directory: Path, run: Run) -> bool:
     if not run.branch or run.data.about.get("no_merge"):
         return False
     return any(each.name == run.branch and each.commits for each in branches_of(directory))
-
-
-# The run
-
-
-@dataclass(kw_only=True)
-class AgentRun:
-    """A run, new or resumed, from its start to its result.
-
-    It is also a policy, to see from inside each call what the call changes.
-    """
-
-    name = "report"
-    merges = True
-    """Whether a branch is merged at the end, so that a run may choose to work on one."""
-    patience = 0.3
-    """Seconds during which another signal does not stop it at once."""
-
-    settings: Settings
-    flags: Mapping[str, Any]
-    message: str | None
-    yes: bool = False
-    ask_elsewhere: bool = False
-    """Whether to wait for the answer of another process if there is no terminal to ask at."""
-    dry_run: bool = False
-    branch: str | None = None
-    """The branch to work on; ``-`` has the mark of the run for a name."""
-    no_merge: bool = False
-    in_place: bool = False
-    """Whether nobody else may work on the directory meanwhile."""
-    as_json: bool = False
-    quiet: bool = False
-    attached: Sequence[Media] = ()
-    """Goes with the message."""
-    earlier: Run | None = None
-    watch: Callable[[Event], Event] | None = None
-    """Sees every event first, and may replace it."""
-
-    _view: View = field(init=False)
-    _workbench: Workbench = field(init=False)
-    _run_file: Run = field(init=False)
-    _saved: SavedSession = field(init=False)
-    _changed: dict[str, tuple[ChangedFile, ...]] = field(
-        init=False, default_factory=dict[str, "tuple[ChangedFile, ...]"]
-    )
-    """What calls have changed, by id, until they commit or roll back."""
-    _ignored: IgnoredFiles | None = field(init=False, default=None)
-    _branch: Branch | None = field(init=False, default=None)
-    """What the run works on, if not on the directory itself."""
-    _is_merged: bool = field(init=False, default=False)
-
-    def perform(self) -> int:
-        """Run the agent and return the exit code."""
-        from weakincentives.cli.trust import trust_of
-
-        trust_of(self.settings.workspace).admit(self.settings)
-        with stopping(self.patience) as stop:
-            try:
-                outcome = self._perform(stop)
-            except KeyboardInterrupt:  # before the run began
-                say("interrupted")
-                outcome = "interrupted"
-        return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
-
-    def _perform(self, stop: Stop) -> Outcome:
-        from weakincentives.cli.models import budget_of, open_model, price_of
-        from weakincentives.cli.view import open_view
-        from weakincentives.filesystem.diffs import diff_text
-
-        settings = self.settings
-        turns = 0 if self.earlier is None else self.earlier.turns
-        with (
-            open_model(settings.model, turns=turns, temperature=settings.temperature) as adapter,
-            self._open_files() as files,
-            self._resumed() as saved,
-            _trial(files) if self.dry_run else nullcontext(files) as work,
-            open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
-        ):
-            budget_of(settings, adapter)  # refuse a limit that cannot be checked, before anything
-            self._view.price = price_of(settings, adapter)
-            result = self._view.totals
-            with self._open_workbench(work, saved), self._recording(saved):
-                self._work(adapter, stop)
-            if self.dry_run:
-                result.dry_run = True
-                result.diff = diff_text(work.diff_here())
-            elif result.outcome != "done" and result.run:
-                result.resume = f"wink resume {result.run}{self._where}"
-            if self._branch is not None and not self._is_merged and not self.dry_run:
-                result.branch = self._branch.name
-            self._show_result()
-        return result.outcome
-
-    @property
-    def _where(self) -> str:
-        """What a command needs to find the directory from here."""
-        workspace = self.settings.workspace
-        return "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
-
-    @contextmanager
-    def _open_files(self) -> Generator[HostFilesystem]:
-        """Yield the directory, or the branch that the run works on."""
-        from weakincentives.filesystem import drop_branch
-        from weakincentives.filesystem.store import location_of
-        from weakincentives.runtime.calls import new_run
-
-        workspace = self.settings.workspace
-        self._run_file = self.earlier or new_run(location_of(workspace))
-        files = self._directory_or_branch()
-        try:
-            with files:
-                yield files
-        finally:
-            if self._branch is not None and self._is_done_with(self._branch):
-                drop_branch(workspace, self._branch.name)
-
-    def _is_done_with(self, branch: Branch) -> bool:
-        """Whether nobody needs a branch any more: this run made it, and it is merged or empty."""
-        from weakincentives.runtime.forks import RUN
-
-        if branch.info.about.get(RUN) != self._run_file.mark:
-            return False
-        return self._is_merged or self.dry_run or not self._run_file.path.exists()
-
-    def _directory_or_branch(self) -> HostFilesystem:
-        from weakincentives.filesystem import present_in
-
-        workspace, rules = self.settings.workspace, self.settings.policy.unprotect
-        name = self.branch
-        if self.earlier is not None:
-            name = cast("str | None", self.earlier.data.about.get("branch"))
-        if name is None:
-            # A dry run is one transaction from its start to its end.
-            alone = self.in_place or self.dry_run
-            may_branch = self.merges and not alone and self.earlier is None
-            others = present_in(workspace) if may_branch and prefers_branch(self.settings) else ()
-            if not others:
-                try:
-                    return opened_workspace(workspace, unprotected=rules, alone=alone)
-                except WorkspaceLocked as error:
-                    if not may_branch:
-                        raise in_use(error, workspace) from error
-                    others = (error.pid or 0,)
-            name = "-"
-            say(f"process {others[0]} is at work here, too; this run works on a branch")
-        name = self._run_file.mark if name == "-" else name
-        self._branch = open_branch(workspace, name, run=self._run_file.mark, unprotected=rules)
-        return self._branch
-
-    @contextmanager
-    def _resumed(self) -> Generator[SavedSession | None]:
-        """Yield the saved session of a resumed run; None for a new run."""
-        if self.earlier is None:
-            yield None
-            return
-        with open_session(self.earlier, self.settings) as saved:
-            yield saved
-
-    @contextmanager
-    def _open_workbench(self, files: HostFilesystem, saved: SavedSession | None) -> Generator[None]:
-        from weakincentives.cli.config import save_rule
-        from weakincentives.cli.question import Approver
-        from weakincentives.cli.workbench import open_workbench
-        from weakincentives.runtime import ApprovalDesk, Session
-        from weakincentives.runtime.forks import SECTIONS
-
-        if saved is not None:
-            saved.recover(files)
-        save = None if self.dry_run else partial(save_rule, self.settings.workspace)
-        about: Mapping[str, object] = {} if self.earlier is None else self.earlier.data.about
-        approver = Approver(
-            self._view,
-            ApprovalDesk(self._run_file.path),
-            yes=self.yes,
-            waits=self.ask_elsewhere,
-            where=f"wink approve {self._run_file.mark}{self._where}",
-            save=save,
-        )
-        with open_workbench(
-            self.settings,
-            Session() if saved is None else saved.session,
-            ask=approver.ask,
-            files=files,
-            policies=[self, _OnlyReversible()] if self.dry_run else [self],
-            texts=cast("Mapping[str, str]", about.get(SECTIONS, {})),
-        ) as self._workbench:
-            if self._branch is not None:
-                check_fits_branch(self._workbench)
-            yield
-
-    @contextmanager
-    def _recording(self, saved: SavedSession | None) -> Generator[None]:
-        """Save the session, and write the log next to it.
-
-        Only now: whatever is wrong with the settings has been reported.
-        """
-        with (
-            self._new_session() if saved is None else nullcontext(saved) as self._saved,
-            _logged_to(self._saved.path.with_suffix(".log")),
-        ):
-            yield
-
-    def _work(self, adapter: Adapter, stop: Stop) -> None:
-        """Let the model work on the message, and note the outcome."""
-        result = self._view.totals
-        try:
-            try:
-                self._start()
-                if self.earlier is None or self.message or not self.earlier.has_ended:
-                    result.text = self._evaluate(adapter)
-                if self._branch is not None and not self.no_merge and not self.dry_run:
-                    self._finish(self._branch, adapter)
-                result.outcome = "done"
-            except WinkError as error:
-                result.error = str(error)
-            finally:
-                stop.is_over = True
-        except KeyboardInterrupt:
-            result.outcome = "interrupted"
-
-    def _show_result(self) -> None:
-        result = self._view.totals
-        result.seconds = SYSTEM_CLOCK.monotonic() - self._view.began
-        self._show(result)
-
-    def _new_session(self) -> SavedSession:
-        from weakincentives.runtime import SavedSession
-        from weakincentives.runtime.calls import tidy_runs
-
-        tidy_runs(self._run_file.path.parent.parent)
-        about = {
-            "kind": KIND,
-            "task": self.message,
-            "model": self.settings.model,
-            "dry_run": self.dry_run,
-            "flags": dict(self.flags),
-        }
-        if self._branch is not None:
-            about |= {"branch": self._branch.name, "no_merge": self.no_merge}
-        return SavedSession.create(self._run_file.path, self._workbench.session, about=about)
-
-    def _start(self) -> None:
-        from weakincentives.cli.view import RunStarted
-
-        workbench, settings = self._workbench, self.settings
-        run_id = self._view.totals.run = self._run_file.id
-        notes = workbench.filesystem.recovered
-        if settings.sandbox.engine == "none" and workbench.shell is not None:
-            notes = (*notes, "Commands run without a sandbox: they can do everything you can.")
-        self._show(
-            RunStarted(
-                run=run_id,
-                workspace=str(settings.workspace),
-                model=str(settings.model),
-                task=self.message or self._whole_task(),
-                commands=workbench.sandbox,
-                branch="" if self._branch is None else self._branch.name,
-                dry_run=self.dry_run,
-                resumed=self.earlier is not None,
-                notes=notes,
-            )
-        )
-
-    def _whole_task(self) -> str:
-        """Return the first message of a run; one that was killed early may not have sent it."""
-        task = None if self.earlier is None else self.earlier.data.about.get("task")
-        return "\n\n".join(str(each) for each in (task, self.message) if each)
-
-    def _with_attached(self, message: str | None) -> Content | None:
-        return [*([message] if message else []), *self.attached] if self.attached else message
-
-    def _evaluate(self, adapter: Adapter, message: str | None = None) -> str:
-        """Let the model work on a message, by default the run's own."""
-        from weakincentives.runtime.conversation import Message, last_conversation
-
-        session = self._workbench.session
-        has_begun = bool(last_conversation(session))
-        # The task was sent, also if the user went back to before it: it is not sent again.
-        was_sent = session[Message].latest() is not None
-        options = self._options(adapter)
-        options["resume"], options["on_event"] = has_begun, self._hear
-        own = self._with_attached(self.message if was_sent else self._whole_task())
-        prompt = self._workbench.prompt
-        return adapter.evaluate(prompt, session, message=message or own, **options).text
-
-    # The end of a run on a branch
-
-    def _finish(self, branch: Branch, adapter: Adapter) -> None:
-        """Merge the branch; the model gets the chance to deal with conflicts.
-
-        Raises:
-            MergeConflict: Others were quicker each time. The branch stays.
-            WorkspaceLocked: Another process has the directory to itself.
-        """
-        from weakincentives.adapters import SentBack
-        from weakincentives.runtime.merge import rebased
-
-        for left in reversed(range(_REBASES + 1)):
-            problem = self._merge(branch)
-            if not problem:
-                self._is_merged = True
-                if not self._is_done_with(branch):
-                    branch.begin_anew()
-                return
-            if not left:
-                raise MergeConflict(problem)
-            told = rebased(branch)
-            self._show(SentBack(problem))
-            self._view.totals.text = self._evaluate(adapter, told)
-
-    def _merge(self, branch: Branch) -> str:
-        """Merge a branch into the directory in one call; returns why that was refused, if so."""
-        from weakincentives.cli.view import CallEnded
-        from weakincentives.runtime import ToolInvoked
-        from weakincentives.runtime.merge import merge_branch
-
-        if not branch.has_changes:
-            return ""
-        session, rules = self._workbench.session, self.settings.policy.unprotect
-        workspace = self.settings.workspace
-        try:
-            files = opened_workspace(workspace, unprotected=rules, wait=FOR_OTHERS)
-        except WorkspaceLocked as error:
-            raise WorkspaceLocked(f"{workspace} is in use by {user(error)}", error.pid) from error
-        with files:
-            mark = self._run_file.mark
-            result = merge_branch(branch, files, session, mark=mark, policies=[self])
-        record = session[ToolInvoked].latest()
-        assert record is not None
-        changed = self._changed.pop(record.call_id, ())
-        about = {"branch": branch.name}
-        self._show(CallEnded(record=record, arguments=about, files=changed, is_merge=True))
-        return "" if result.success else result.message
-
-    def _options(self, adapter: Adapter) -> RunOptions:
-        from weakincentives.adapters import RunConfig
-        from weakincentives.runtime import Inbox
-
-        settings = self.settings
-        config = RunConfig(
-            max_turns=settings.max_turns,
-            time_limit=settings.time_limit,
-            context_window=settings.context_window,
-            completion=self._workbench.completion,
-        )
-        return {
-            "config": config,
-            "budget": self._budget_tracker(adapter),
-            "inbox": Inbox(inbox_of(self._saved.path)),
-        }
-
-    def _budget_tracker(self, adapter: Adapter) -> BudgetTracker | None:
-        from weakincentives.cli.models import tracker_of
-
-        return tracker_of(self.settings, adapter, self._workbench.session)
-
-    # What is shown
-
-    def _show(self, event: Event) -> None:
-        self._view.show(event if self.watch is None else self.watch(event))
-
-    def _hear(self, event: RunEvent) -> None:
-        """Show an event of the run; the end of a call with what it changed."""
-        from weakincentives.adapters import ToolEnded, ToolRolledBack
-        from weakincentives.cli.view import CallEnded
-        from weakincentives.contrib.tools import Plan
-        from weakincentives.serde import dump
-
-        if not isinstance(event, ToolEnded):
-            self._show(event)
-            return
-        changed = self._changed.pop(event.call.id, ())
-        self._show(
-            CallEnded(
-                record=event.record,
-                arguments=dump(event.record.params) if event.record.edited else event.call.params,
-                rolled_back=isinstance(event, ToolRolledBack) and bool(event.undone),
-                files=changed if event.result.success else (),
-            )
-        )
-        plan = self._workbench.session[Plan].latest()
-        if plan is not None and plan != self._view.plan:
-            self._show(plan)
-
-    def check(
-        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
-    ) -> PolicyDecision:
-        from weakincentives.prompt import PolicyDecision
-
-        return PolicyDecision.allow()
-
-    def on_result(
-        self, tool: Tool[Any, Any], params: object, result: ToolResult[Any], *, context: ToolContext
-    ) -> None:
-        from weakincentives.cli.view import ChangedFile
-        from weakincentives.filesystem.ignored import IgnoredFiles
-
-        if tool.reach == "read":
-            return
-        files = cast("HostFilesystem", context.filesystem)
-        paths = files.changed_here()
-        if not paths:
-            return
-        if self._ignored is None or any(path.endswith(".gitignore") for path in paths):
-            self._ignored = IgnoredFiles(self.settings.workspace)
-        ignored = {path: self._ignored(path) for path in paths}
-        is_counted = sum(not each for each in ignored.values()) <= _MAX_COUNTED
-        self._changed[context.call_id] = tuple(
-            ChangedFile(each.path, each.added, each.removed, ignored[each.path])
-            for each in files.diff_here(lambda path: is_counted and not ignored[path])
-        )
-
-
-_REBASES = 3
-"""How often the model may deal with conflicts."""
-_MAX_COUNTED = 100
-"""Files of one call whose changed lines are counted; beyond that only paths are shown."""
-
-
-class _OnlyReversible:
-    """Denies, in a dry run, tools that reach outside the directory."""
-
-    name = "dry_run"
-
-    def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        return tool.reach not in ("read", "reversible")
-
-    def check(self, tool_name: str, params: object, context: object) -> str | None:
-        return (
-            f"This is a dry run, and the effects of '{tool_name}' outside the workspace could not "
-            "be undone. Continue as far as you can without it"
-        )
-
-
-@contextmanager
-def _trial(files: HostFilesystem) -> Generator[HostFilesystem]:
-    """Yield a view of the workspace that is rolled back at the end, or after a kill.
-
-    All calls are savepoints in one transaction that is never committed.
-    """
-    view = files.fork_in_place()
-    try:
-        yield view
-    finally:
-        files.discard(view)
-
-
-@contextmanager
-def _logged_to(path: Path) -> Generator[None]:
-    """Write the library's log to a file next to the session."""
-    from weakincentives.runtime import configure_logging
-
-    # An abandoned thread may log after the end.
-    logging.getLogger("weakincentives").addHandler(logging.NullHandler())
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as log:
-        handler = configure_logging(logging.WARNING, stream=log)
-        try:
-            yield
-        finally:
-            logging.getLogger().removeHandler(handler)
-
-
-# Stopping
-
-
-@dataclass(slots=True)
-class Stop:
-    """Which signal stopped the run, and when."""
-
-    by: int = signal.SIGINT
-    at: float | None = None
-    is_over: bool = False
-    """The run has ended: closing and showing its result must not be interrupted."""
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.by
-
-
-@contextmanager
-def stopping(patience: float) -> Generator[Stop]:
-    """Let the first signal stop the run at a clean point, and the next one at once."""
-    stop = Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def interrupt(number: int, frame: object) -> None:
-        if stop.at is None:
-            stop.at = SYSTEM_CLOCK.monotonic()
-            if not stop.is_over:
-                raise KeyboardInterrupt
-        # `timeout` and `make` pass one signal on twice, within moments.
-        if SYSTEM_CLOCK.monotonic() - stop.at > patience:
-            _end_at_once(stop)
-
-    def terminate(number: int, frame: object) -> None:
-        if stop.at is None:
-            stop.by = number
-        for each in terminals:
-            if not os.isatty(each):  # closed: writing to it would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), each)
-        # As SIGINT, which is held back in critical sections.
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, terminate)
-    if before[signal.SIGHUP] is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, terminate)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            if stop.at is None:
-                signal.signal(number, handler)
-            elif number != signal.SIGINT:
-                # A repeated signal must not cut the exit short; Python removes handlers before it
-                # ends, so ignore it.
-                signal.signal(number, signal.SIG_IGN)
-
-
-def _end_at_once(stop: Stop) -> NoReturn:
-    """Exit like a kill: the next process to open the directory rolls back the current call."""
-    from weakincentives.cli.view import restore_terminal
-
-    restore_terminal()
-    if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
-    os.write(2, b"\nwink: stopped at once; the next wink command rolls back the current call\n")
-    os._exit(stop.exit_code)

@@ -9,20 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import (
-    FILE_NAME,
-    AsJson,
-    Misuse,
-    Policy,
-    RunOption,
-    Workspace,
-    Yes,
-    complete_tools,
-    echo,
-    examples,
-    find_run,
-    hint,
-)
+from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, find_run, hint
+from weakincentives.cli.options import AsJson, Policy, RunOption, Workspace, Yes, complete_tools
+from weakincentives.errors import InvalidArguments, SnapshotError
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -31,37 +20,13 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
-_TOOLS_EXAMPLES = examples(
+
+@examples(
     "wink tools                    # all tools, with their reach",
     "wink tools edit_file          # its parameters, examples and policies",
     "wink tools --json | jq .name",
     more='wink.toml selects the tools. In the documentation: "The commands", "Policies".',
 )
-_APPROVE_EXAMPLES = examples(
-    "wink policy approve                # shows the files that wink.toml names, and asks",
-    "wink policy approve --yes -w DIR   # in a script of your own",
-)
-_CHECK_EXAMPLES = examples(
-    "wink policy check                  # is wink.toml valid? which policies apply?",
-    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
-    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
-    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
-    'In the documentation: "Policies".',
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("tools", epilog=_TOOLS_EXAMPLES)(tools)
-    policy = typer.Typer(
-        help="Check and approve the rules of a directory.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    policy.command("check", epilog=_CHECK_EXAMPLES)(check)
-    policy.command("approve", epilog=_APPROVE_EXAMPLES)(approve)
-    app.add_typer(policy, name="policy")
-
-
 def tools(
     name: Annotated[
         str | None,
@@ -97,6 +62,13 @@ def tools(
             _show(chosen[0])
 
 
+@examples(
+    "wink policy check                  # is wink.toml valid? which policies apply?",
+    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
+    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
+    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
+    'In the documentation: "Policies".',
+)
 def check(
     tool: Annotated[
         str | None,
@@ -137,6 +109,10 @@ def check(
     return 0 if denial is None else 1
 
 
+@examples(
+    "wink policy approve                # shows the files that wink.toml names, and asks",
+    "wink policy approve --yes -w DIR   # in a script of your own",
+)
 def approve(
     files: Annotated[
         list[Path] | None,
@@ -179,7 +155,6 @@ def _named(offers: Mapping[str, Offer], name: str) -> Offer:
 
 def _session_of(settings: Settings, run: str) -> Session:
     from weakincentives.cli.workbench import load_types
-    from weakincentives.errors import SnapshotError
     from weakincentives.runtime import SavedSessionData, Session
 
     found = find_run(settings.workspace, run)
@@ -191,8 +166,6 @@ def _session_of(settings: Settings, run: str) -> Session:
 
 
 def _parsed(offer: Offer, arguments: str) -> object:
-    from weakincentives.errors import InvalidArguments
-
     try:
         return offer.tool.parse(json.loads(arguments))
     except InvalidArguments as error:

@@ -18,10 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
+from weakincentives.budget import TokenPrice
+from weakincentives.call import ToolCall
 from weakincentives.cli.common import diff_style, shortened, summary_of
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools import Plan
+from weakincentives.contrib.tools.planning import PlanStep
 from weakincentives.locks import undisturbed
+from weakincentives.runtime import ToolInvoked
 from weakincentives.runtime.conversation import (
     ContextCompacted,
     MessageReceived,
@@ -35,17 +39,12 @@ from weakincentives.runtime.conversation import (
     TurnEnded,
     TurnStarted,
 )
-from weakincentives.text import harmless
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
     from rich.text import Text
-
-    from weakincentives.budget import TokenPrice
-    from weakincentives.call import ToolCall
-    from weakincentives.contrib.tools.planning import PlanStep
-    from weakincentives.runtime import ToolInvoked
 
 Outcome = Literal["done", "failed", "interrupted"]
 
@@ -153,7 +152,7 @@ class RunResult:
 
     @property
     def counts(self) -> list[str]:
-        parts = [_count(self.calls, "call")]
+        parts = [counted(self.calls, "call")]
         parts += [f"{self.rolled_back} rolled back"] if self.rolled_back else []
         return parts + ([f"{self.denied} denied"] if self.denied else [])
 
@@ -436,7 +435,7 @@ class LiveView(View):
     def _start(self) -> None:
         from rich.live import Live
 
-        # Ctrl-C in between would leave the terminal without its echo, and nobody to restore it.
+        # Ctrl-C in between would leave the terminal without its echo.
         with undisturbed(), self._switching:
             # A question was still open when the run ended, or when the next one began.
             if self._is_closed or self._live is not None:
@@ -646,7 +645,7 @@ class Words:
             _append_counts(line, each)
         if len(files) > 3:
             line.append(f" and {len(files) - 3} more files")
-        line.append(f" + {_count(ignored, 'ignored file')}" if ignored else "", style="dim")
+        line.append(f" + {counted(ignored, 'ignored file')}" if ignored else "", style="dim")
         line.append(f" {_seconds(event.record.duration)}", style="dim")
         if event.outcome == "committed":
             return [line]
@@ -655,10 +654,10 @@ class Words:
         return [line, *(_one_line(f"  {self.text(shortened(r, 300))}", "dim") for r in reasons)]
 
     def _result(self, event: RunResult) -> list[Text]:
-        parts = [_count(event.turns, "turn"), *event.counts]
+        parts = [counted(event.turns, "turn"), *event.counts]
         files, ignored = _parted(event.files.values())
         if event.files and not event.dry_run:
-            parts.append(f"{_count(len(files), 'file')} changed")
+            parts.append(f"{counted(len(files), 'file')} changed")
         if event.tokens:
             parts.append(f"{event.tokens:,} tokens")
         if event.cost_usd:
@@ -672,7 +671,7 @@ class Words:
             if len(files) > _MOST_FILES:
                 lines.append(_one_line(f"  and {len(files) - _MOST_FILES} more files", "dim"))
             if ignored:
-                lines.append(_one_line(f"  + {_count(ignored, 'ignored file')}", "dim"))
+                lines.append(_one_line(f"  + {counted(ignored, 'ignored file')}", "dim"))
         if event.error:
             lines.append(_plain(self.text(event.error), "red"))
         if event.dry_run:
@@ -745,10 +744,10 @@ class Words:
 
 def compaction_line(event: ContextCompacted) -> str:
     """Return a line about what the model no longer sees."""
-    parts = [f"{_count(event.shortened, 'result')} shortened"] if event.shortened else []
+    parts = [f"{counted(event.shortened, 'result')} shortened"] if event.shortened else []
     if event.removed:
         how = "summarized" if event.summary else "removed"
-        parts.append(f"{_count(event.removed, 'message')} {how}")
+        parts.append(f"{counted(event.removed, 'message')} {how}")
     size = f"about {event.tokens_before:,} tokens became {event.tokens_after:,}"
     return f"context compacted: {', '.join(parts) or 'nothing to remove'} ({size})"
 
@@ -781,7 +780,3 @@ def _seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f}s"
     return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
-
-
-def _count(number: int, one: str) -> str:
-    return f"{number} {one}" if number == 1 else f"{number} {one}s"

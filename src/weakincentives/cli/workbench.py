@@ -10,10 +10,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
+from weakincentives.cli.config import Settings
 from weakincentives.cli.trust import file_of, trust_of
+from weakincentives.contrib.tools import (
+    PlanningToolsSection,
+    PodmanSandboxConfig,
+    PodmanSandboxSection,
+    SandboxSettings,
+    VfsConfig,
+    VfsToolsSection,
+    WorkspaceDigestSection,
+    file_tools,
+    planning_tools,
+)
 from weakincentives.contrib.tools.saved import load_types as load_own_types
 from weakincentives.errors import (
     FilesystemError,
@@ -23,6 +35,8 @@ from weakincentives.errors import (
     SandboxUnavailable,
 )
 from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.filesystem.overlay import find_way
+from weakincentives.filesystem.store import location_of
 from weakincentives.prompt import (
     Approval,
     ApprovalPolicy,
@@ -39,6 +53,7 @@ from weakincentives.prompt import (
     Tool,
 )
 from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.completion import TaskCompletionChecker
 from weakincentives.prompt.overrides import (
     PromptOverrides,
     SectionOverride,
@@ -49,11 +64,6 @@ from weakincentives.prompt.policies import AnyPolicy, attach
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
-
-if TYPE_CHECKING:
-    from weakincentives.cli.config import Settings
-    from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
-    from weakincentives.prompt.completion import TaskCompletionChecker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +140,9 @@ def open_workbench(
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
-    opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
-    with opening if files is None else nullcontext(files) as files:
+    rules = settings.policy.unprotect
+    opening = nullcontext(files) if files else open_workspace(settings.workspace, unprotected=rules)
+    with opening as files:
         if tools is None:
             sections, shell, planning = _sections(settings, session, files)
         else:
@@ -170,13 +181,6 @@ def open_workbench(
 def _sections(
     settings: Settings, session: Session, files: HostFilesystem
 ) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
-    from weakincentives.contrib.tools import (
-        PlanningToolsSection,
-        VfsConfig,
-        VfsToolsSection,
-        WorkspaceDigestSection,
-    )
-
     sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
     planning = shell = None
     rules = (ReadBeforeWritePolicy(),) if settings.policy.read_before_write else ()
@@ -198,7 +202,7 @@ def _sections(
 
 
 def _overrides(template: PromptTemplate[Any], texts: Mapping[str, str]) -> PromptOverrides | None:
-    """Return what replaces the texts of sections; a section that there is not is refused there."""
+    """Return what replaces the texts of sections; an unknown section is refused there."""
     if not texts:
         return None
     now = describe(template).sections
@@ -214,12 +218,6 @@ def _overrides(template: PromptTemplate[Any], texts: Mapping[str, str]) -> Promp
 def _shell(
     settings: Settings, files: HostFilesystem, rules: Sequence[AnyPolicy]
 ) -> PodmanSandboxSection:
-    from weakincentives.contrib.tools import (
-        PodmanSandboxConfig,
-        PodmanSandboxSection,
-        SandboxSettings,
-    )
-
     config = PodmanSandboxConfig(filesystem=files, sandbox=settings.sandbox)
     section = PodmanSandboxSection(config=config, policies=rules)
     if settings.sandbox != SandboxSettings():  # chosen settings must work
@@ -409,8 +407,6 @@ def _check_names(settings: Settings, offered: Iterable[str]) -> None:
 
 def suite_tools() -> set[str]:
     """Return the tools of all suites: a rule may be about one that is disabled."""
-    from weakincentives.contrib.tools import file_tools, planning_tools
-
     tools = {tool.name for tool in (*file_tools(), *planning_tools())}
     commands = {"shell_execute", "evaluate_python", "evaluate_script"}
     return tools | commands | {"update_digest", "open_sections", "read_section"}
@@ -431,3 +427,36 @@ def load_types(settings: Settings) -> None:
 
 def _loaded(key: str, spec: str, settings: Settings) -> object:
     return trust_of(settings.workspace).load(key, spec, settings)
+
+
+# On a branch
+
+
+def prefers_branch(settings: Settings) -> bool:
+    """Whether a run works on a branch while others have the directory open.
+
+    Not one with tools of the user's own, or of a vendor's program: they may reach the directory.
+    """
+    own = settings.sections or str(settings.model).partition(":")[0] == "claude"
+    if not settings.branches or own:
+        return False
+    store = location_of(settings.workspace)
+    has_store = "shell" in settings.suites and store.exists()
+    return not (has_store and isinstance(find_way(settings.workspace, store), str))
+
+
+def check_fits_branch(workbench: Workbench) -> None:
+    """Raise Misuse if a tool can only work on the directory itself."""
+    external = [name for name, each in workbench.offers.items() if each.tool.writes == "external"]
+    if external:
+        raise Misuse(
+            f"{', '.join(external)} starts programs that change the directory itself, so it cannot"
+            " work on a branch; use --in-place"
+        )
+    files = workbench.filesystem
+    way = "" if workbench.shell is None else find_way(files.root, files.store)
+    if isinstance(way, str) and way:
+        raise Misuse(
+            f"commands on a branch need an overlay: {way}; use --in-place, or leave out the suite"
+            ' "shell"'
+        )

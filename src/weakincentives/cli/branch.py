@@ -1,155 +1,73 @@
-"""`wink fork` and `wink branch`: branches of a workspace, and agents that work on them."""
+"""`wink fork`, `rerun` and `branch`: branches of a workspace, and agents that work on them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from weakincentives.cli.common import (
-    AsJson,
+    FOR_OTHERS,
+    InUse,
     Misuse,
-    Workspace,
-    complete_branches,
     echo,
     examples,
     existing_directory,
     hint,
-    in_use,
-    opened_workspace,
+    open_branch,
+    open_workspace,
     say,
-    user,
+    table,
 )
-from weakincentives.cli.history import (
+from weakincentives.cli.history import Files, find_call, print_diff
+from weakincentives.cli.options import (
+    AnyCall,
+    AsJson,
+    AskElsewhere,
     Before,
     CallName,
     Everything,
-    Files,
-    find_call,
-    print_diff,
+    Model,
+    Policy,
+    Quiet,
+    RunSettings,
+    Workspace,
+    Yes,
+    complete_branches,
 )
+from weakincentives.cli.run import resume
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import FilesystemError, MergeConflict, WorkspaceLocked
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
-    from weakincentives.cli.config import Settings
-    from weakincentives.cli.workbench import Workbench
     from weakincentives.filesystem import Branch, BranchInfo
     from weakincentives.filesystem.merging import Prefer
     from weakincentives.runtime.calls import Call, Calls
 
 WORKSPACE = "workspace"
 """Stands for the directory itself where a branch is named."""
-FOR_OTHERS = 10.0
-"""Seconds to wait for another process that has the directory to itself."""
 _MOST_PATHS = 20
 
-# An agent on a branch
-
-
-def open_branch(
-    workspace: Path, name: str, *, run: str = "", unprotected: Iterable[str] = ()
-) -> Branch:
-    """Open a branch, or make one; raise Misuse if it is in use, or cannot have this name."""
-    from weakincentives.errors import FilesystemError, NoSuchBranch, WorkspaceLocked
-    from weakincentives.filesystem import Branch
-    from weakincentives.runtime.forks import RUN
-
-    rules = tuple(unprotected)
-    try:
-        try:
-            return Branch.open(workspace, name, unprotected=rules)
-        except NoSuchBranch:
-            about = {RUN: run} if run else {}
-            return Branch.create(workspace, name, about=about, unprotected=rules)
-    except WorkspaceLocked as error:
-        raise Misuse(f"the branch {name} is in use by process {error.pid}") from error
-    except FilesystemError as error:
-        raise Misuse(str(error)) from error
-
-
-def prefers_branch(settings: Settings) -> bool:
-    """Whether a run works on a branch while others have the directory open.
-
-    Not one with tools of the user's own, or of a vendor's program: they may reach the directory.
-    """
-    from weakincentives.filesystem.overlay import find_way
-    from weakincentives.filesystem.store import location_of
-
-    own = settings.sections or str(settings.model).partition(":")[0] == "claude"
-    if not settings.branches or own:
-        return False
-    store = location_of(settings.workspace)
-    has_store = "shell" in settings.suites and store.exists()
-    return not (has_store and isinstance(find_way(settings.workspace, store), str))
-
-
-def check_fits_branch(workbench: Workbench) -> None:
-    """Raise Misuse if a tool can only work on the directory itself."""
-    from weakincentives.filesystem.overlay import find_way
-
-    external = [name for name, each in workbench.offers.items() if each.tool.writes == "external"]
-    if external:
-        raise Misuse(
-            f"{', '.join(external)} starts programs that change the directory itself, so it cannot"
-            " work on a branch; use --in-place"
-        )
-    files = workbench.filesystem
-    way = "" if workbench.shell is None else find_way(files.root, files.store)
-    if isinstance(way, str) and way:
-        raise Misuse(
-            f"commands on a branch need an overlay: {way}; use --in-place, or leave out the suite"
-            ' "shell"'
-        )
-
-
-# Commands
-
 _PAGE = 'In the documentation: "Branches".'
-_FORK_EXAMPLES = examples(
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A branch.", autocompletion=complete_branches)
+]
+
+
+@examples(
     "wink fork                          # the last run as it is now, on a branch",
     "wink fork k3f/4 --name parser      # as just after this call; --before: before it",
     'wink resume parser "use a regex"   # continues there; the directory stays as it is',
     "wink branch merge parser           # when you like what it did",
     more=_PAGE,
 )
-_DIFF_EXAMPLES = examples(
-    "wink branch diff parser            # what it changed",
-    "wink branch diff parser workspace  # how it differs from the directory now",
-    "wink branch diff parser lexer      # how it differs from another branch",
-    more=_PAGE,
-)
-_MERGE_EXAMPLES = examples(
-    "wink branch merge parser --dry-run",
-    "wink branch merge parser",
-    "wink branch merge parser --prefer branch   # where both changed the same lines",
-    more=f"Nothing is merged if there are conflicts; wink undo undoes a merge. {_PAGE}",
-)
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A branch.", autocompletion=complete_branches)
-]
-
-
-def register(app: typer.Typer) -> None:
-    branch = typer.Typer(
-        help="List, compare, merge, drop and check out branches.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    branch.command("list")(list_branches)
-    branch.command("diff", epilog=_DIFF_EXAMPLES)(diff)
-    branch.command("merge", epilog=_MERGE_EXAMPLES)(merge)
-    branch.command("drop")(drop)
-    branch.command("checkout")(checkout)
-    app.command("fork", epilog=_FORK_EXAMPLES)(fork)
-    app.add_typer(branch, name="branch")
-
-
 def fork(
-    call: CallName = None,
+    call: AnyCall = None,
     workspace: Workspace = Path(),
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="By default a few letters.")
@@ -164,7 +82,7 @@ def fork(
     if call is None and before:
         raise Misuse("--before needs a CALL")
     found = _last_call(calls) if call is None else find_call(calls, call)
-    with refusing():
+    with _refusing():
         made = fork_call(calls, found, name=name or "", before=before, now=call is None)
     if found is None or made.run is None:
         echo(f'Made the branch {made.branch}. To work on it: wink run "..." --branch {made.branch}')
@@ -179,10 +97,8 @@ def fork(
 
 
 @contextmanager
-def refusing() -> Generator[None]:
+def _refusing() -> Generator[None]:
     """Raise Misuse where a fork is refused."""
-    from weakincentives.errors import FilesystemError
-
     try:
         yield
     except LookupError as error:
@@ -198,9 +114,138 @@ def _last_call(calls: Calls) -> Call | None:
     return None
 
 
+@examples(
+    "wink rerun k3f/4 --set path=src/b.py        # with one other argument",
+    "wink rerun k3f/4 --section your-work=my.txt # the model is asked again, with this text",
+    "wink rerun k3f/4 --policy protect=src       # the same call under another rule",
+    "wink branch diff m7x workspace              # how the two differ",
+    more=_PAGE,
+)
+def rerun(
+    call: CallName,
+    message: Annotated[
+        str | None, typer.Argument(metavar="MESSAGE", help="What to tell the model.")
+    ] = None,
+    workspace: Workspace = Path(),
+    changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Change an argument of the call. Can be repeated."
+        ),
+    ] = None,
+    arguments: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Replace all arguments of the call.")
+    ] = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--section",
+            metavar="PATH=FILE",
+            help="Replace the text of a section of the prompt by a file. Can be repeated.",
+        ),
+    ] = None,
+    policy: Policy = None,
+    model: Model = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Of the branch; by default a few letters."),
+    ] = None,
+    yes: Yes = False,
+    ask_elsewhere: AskElsewhere = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> int:
+    """Make a call again, changed, and continue from there on a branch.
+
+    Everything before the call is as it was, without asking the model again. The turn stays if its
+    arguments or the rules change; if only the prompt or the model does, the model is asked again.
+    """
+    from weakincentives.runtime.calls import Calls
+    from weakincentives.runtime.forks import Change, rerun_call
+
+    calls = Calls(existing_directory(workspace))
+    found = find_call(calls, call)
+    with _refusing():
+        change = Change(
+            arguments=_arguments(found, changed or (), arguments),
+            sections=dict(map(_section, section or ())),
+            policies=policy or (),
+            model=model or "",
+            message=message or "",
+        )
+        made = rerun_call(calls, found, change, name=name or "")
+    assert made.run is not None
+    try:
+        code = resume(
+            made.run.id,
+            message,
+            workspace,
+            settings=RunSettings(policy=policy),
+            yes=yes,
+            ask_elsewhere=ask_elsewhere,
+            as_json=as_json,
+            quiet=quiet,
+        )
+    except Misuse:  # it did not start
+        made.discard()
+        raise
+    if not as_json and not quiet:
+        echo(f"To compare: wink branch diff {made.branch} workspace", err=True)
+    return code
+
+
+def _arguments(call: Call, changed: Sequence[str], whole: str | None) -> Mapping[str, Any] | None:
+    """Return the arguments of the changed call; None if they do not change."""
+    from weakincentives.runtime.forks import asked_arguments
+
+    if whole is not None:
+        if changed:
+            raise Misuse("name only one of --set and --arguments")
+        try:
+            given: object = json.loads(whole)
+        except ValueError as error:
+            raise Misuse(f"--arguments: not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise Misuse(f"--arguments: expected a JSON object, got {whole[:80]}")
+        return cast("dict[str, Any]", given)
+    if not changed:
+        return None
+    arguments = dict(asked_arguments(call))
+    for each in changed:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise Misuse(f"--set: expected NAME=VALUE, got {each!r}")
+        arguments[name] = _value(text, arguments.get(name))
+    return arguments
+
+
+def _value(text: str, before: object) -> object:
+    """Return a value: text in place of text, otherwise JSON."""
+    if isinstance(before, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _section(given: str) -> tuple[str, str]:
+    path, equals, file = given.partition("=")
+    if not equals or not path:
+        near = hint(given, ["your-work"], "such as your-work=my.txt")
+        raise Misuse(f"--section: expected PATH=FILE, got {given!r}; {near}")
+    try:
+        return path, Path(file).expanduser().read_text("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Misuse(f"--section: cannot read {file}: {reason}") from error
+
+
+# branch
+
+
 def list_branches(workspace: Workspace = Path(), as_json: AsJson = False) -> None:
     """List the branches: their runs, what they changed, and whether they are in use."""
-    from weakincentives.clock import SYSTEM_CLOCK
     from weakincentives.runtime.calls import Calls
 
     calls = Calls(existing_directory(workspace))
@@ -218,10 +263,8 @@ def list_branches(workspace: Workspace = Path(), as_json: AsJson = False) -> Non
         shown = (row["name"], row["run"] or "-", _age(now - float(row["time"])), row["calls"])
         state = "in use" if row["in_use"] else ""
         lines.append([*map(str, shown), str(len(row["files"])), str(row["behind"]), state])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
-        echo("  ".join(cells).rstrip())
+    for line in table(lines):
+        echo(line)
 
 
 def _row(calls: Calls, info: BranchInfo) -> dict[str, Any]:
@@ -247,6 +290,12 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
+@examples(
+    "wink branch diff parser            # what it changed",
+    "wink branch diff parser workspace  # how it differs from the directory now",
+    "wink branch diff parser lexer      # how it differs from another branch",
+    more=_PAGE,
+)
 def diff(
     name: Name,
     other: Annotated[
@@ -277,6 +326,12 @@ def diff(
         return print_diff(changes, files)
 
 
+@examples(
+    "wink branch merge parser --dry-run",
+    "wink branch merge parser",
+    "wink branch merge parser --prefer branch   # where both changed the same lines",
+    more=f"Nothing is merged if there are conflicts; wink undo undoes a merge. {_PAGE}",
+)
 def merge(
     name: Name,
     workspace: Workspace = Path(),
@@ -320,13 +375,9 @@ def merge(
 
 
 def _merge(branch: Branch, directory: Path, prefer: Prefer | None) -> tuple[str, ...]:
-    from weakincentives.errors import MergeConflict, WorkspaceLocked
-
     try:
-        with opened_workspace(directory, wait=FOR_OTHERS) as files:
+        with open_workspace(directory, wait=FOR_OTHERS) as files:
             return branch.merge_into(files, prefer=prefer)
-    except WorkspaceLocked as error:
-        raise in_use(error, directory) from error
     except MergeConflict as error:  # changed at this very moment
         raise Misuse(f"nothing was merged: {error}") from error
 
@@ -345,7 +396,6 @@ def drop(
     workspace: Workspace = Path(),
 ) -> int:
     """Remove branches and everything that only they hold. That cannot be undone."""
-    from weakincentives.errors import WorkspaceLocked
     from weakincentives.filesystem import drop_branch
 
     directory, code = existing_directory(workspace), 0
@@ -355,7 +405,7 @@ def drop(
             drop_branch(directory, name)
             echo(f"dropped {name}")
         except WorkspaceLocked as error:
-            say(f"{name} is in use by {user(error)}; it was not dropped")
+            say(f"{name} is in use by {InUse(error, name).user}; it was not dropped")
             code = 1
     return code
 

@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.common import (
-    INSIDE,
-    Misuse,
-    Policy,
-    Workspace,
-    examples,
-    open_workspace,
-    say,
-    shortened,
-)
+from weakincentives.cli.common import INSIDE, Misuse, examples, open_workspace, say, shortened
+from weakincentives.cli.options import Policy, Workspace
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import CommandFailed
 from weakincentives.state import WITHHELD
 from weakincentives.text import harmless
 
@@ -37,7 +30,14 @@ if TYPE_CHECKING:
     from weakincentives.runtime import SavedSession
     from weakincentives.tool_result import ToolResult
 
-_EXAMPLES = examples(
+QUIET = 1.0
+"""Seconds without a change that make a moment quiet."""
+_LOOK = 0.25
+"""Seconds between looks for changes."""
+_MOST_FILES = 5
+
+
+@examples(
     "wink exec -- make release              # committed if it exits with 0, else rolled back",
     "wink exec --ask -- vim notes.txt       # shows the diff, then asks",
     "wink exec -w ~/project -- claude       # another vendor's agent",
@@ -46,22 +46,6 @@ _EXAMPLES = examples(
     "it does outside the directory is not rolled back. The exit code is the program's; 1 if its "
     'changes were refused. In the documentation: "Any program as a transaction".',
 )
-QUIET = 1.0
-"""Seconds without a change that make a moment quiet."""
-_LOOK = 0.25
-"""Seconds between looks for changes."""
-_MOST_FILES = 5
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        "exec",
-        epilog=_EXAMPLES,
-        # What comes after the program's name is the program's.
-        context_settings={"allow_interspersed_args": False},
-    )(exec_program)
-
-
 def exec_program(
     command: Annotated[
         list[str],
@@ -80,7 +64,7 @@ def exec_program(
             "--checkpoint",
             metavar="SECONDS",
             min=1,
-            help="Commit what changed so far at quiet moments, so often at most.",
+            help="Commit what changed so far at quiet moments, at most this often.",
         ),
     ] = None,
     title: Annotated[
@@ -101,11 +85,10 @@ def exec_program(
     settings = load_settings(workspace, suites=[], sections=[], policy=policy)
     words = [os.fsencode(word).decode(errors="backslashreplace") for word in command]
     about = {"kind": "exec", "title": title or shlex.join(words)}
-    # With checkpoints the program works on while one is committed: nobody else may come between.
+    # With checkpoints the program works on while one is committed, so others are locked out.
     alone, rules = checkpoint is not None, settings.policy.unprotect
     with open_workspace(settings.workspace, unprotected=rules, alone=alone) as files:
-        for sentence in files.recovered:
-            say(sentence)
+        say(*files.recovered)
         with begin_run(files.store, about) as run, ExitStack() as at_end, _Signals() as signals:
             program = _Program(command, files, signals, at_end, asks, checkpoint)
             try:
@@ -200,7 +183,6 @@ class _Program:
 
     def run(self, params: object, *, context: ToolContext) -> ToolResult[None]:
         """Run it from its start to its end."""
-        from weakincentives.errors import CommandFailed
         from weakincentives.tool_result import ToolResult
 
         files = cast("HostFilesystem", context.filesystem)
@@ -325,8 +307,8 @@ def _terminal_kept() -> Generator[None]:
     try:
         yield
     finally:
-        # A program that ran jobs may have put itself in front; only who blocks this signal may
-        # take it back.
+        # A program that ran jobs may have put itself in front; only a process that blocks this
+        # signal may take it back.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         try:
             with suppress(OSError, termios.error):  # the terminal was closed
