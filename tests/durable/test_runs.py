@@ -344,7 +344,7 @@ def test_a_worker_that_does_not_report_is_dead(runs: Runs) -> None:
 
 def test_tables_of_a_newer_version_are_refused(runs: Runs) -> None:
     with runs.database.transaction() as transaction:
-        transaction.execute("UPDATE wink_runs_version SET version = 99")
+        transaction.execute("UPDATE wink_tables SET version = 99")
 
     with pytest.raises(StoreRefused, match="newer version of wink"):
         Runs(runs.database)

@@ -206,7 +206,7 @@ def answer_approval(
         raise AnswerRefused("this is not what is asked now; look at it again")
     values = {
         "approved": approved,
-        "by": by or _user(),
+        "by": by or answering_user(),
         "reason": reason,
         "arguments": None if arguments is None else dict(arguments),
     }
@@ -249,7 +249,8 @@ def _is_waiting(folder: Path) -> bool:
         return False
 
 
-def _user() -> str:
+def answering_user() -> str:
+    """Return who answers an approval by default: this user."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
