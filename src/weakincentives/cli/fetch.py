@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weakincentives.durable.runs import DurableRun, Runs
     from weakincentives.filesystem.transfer import ObjectStorage
     from weakincentives.runtime.calls import Run
-    from weakincentives.runtime.saved import SavedSessionData
+    from weakincentives.runtime.stores.saves import SavedSessionData
 
 _EXAMPLES = examples(
     "wink fetch k3f                     # into the directory that it was submitted from",
@@ -124,7 +124,7 @@ class Fetch:
         self, runs: Runs, run: DurableRun, objects: ObjectStorage, *, machine: str
     ) -> None:
         from weakincentives.durable.host import BranchLines, base_of_run
-        from weakincentives.runtime.saved import SavedSessionData
+        from weakincentives.runtime.stores.saves import SavedSessionData
         from weakincentives.runtime.stores.sql import SqlStore
 
         self._store = SqlStore(runs.database, patience=5.0)
@@ -213,8 +213,8 @@ class Fetch:
         self._copy_session(run_file(location_of(directory), self._run.id))
 
     def _copy_session(self, run: Run) -> None:
-        from weakincentives.runtime.stores.copies import copy_session
         from weakincentives.runtime.stores.files import FileStore
+        from weakincentives.runtime.stores.saves import copy_session
 
         copy_session(self._store, self._run.id, FileStore(run.path.parent), run.path.name)
         _note(run.path).write_text(json.dumps({"sha256": _digest(run.path)}))

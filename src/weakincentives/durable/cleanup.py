@@ -14,8 +14,8 @@ from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem.portable import Base, line_keys, stored_keys
 from weakincentives.filesystem.transfer import ObjectStorage
-from weakincentives.runtime.saved import SavedSessionData
 from weakincentives.runtime.stores.database import Transaction
+from weakincentives.runtime.stores.saves import SavedSessionData
 from weakincentives.runtime.stores.sql import SqlStore
 
 DAY = 86_400.0

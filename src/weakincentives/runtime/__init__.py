@@ -62,15 +62,12 @@ if TYPE_CHECKING:
     from weakincentives.runtime.rewind import rewind_run as rewind_run
     from weakincentives.runtime.saved import AttachedLines as AttachedLines
     from weakincentives.runtime.saved import SavedSession as SavedSession
-    from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
     from weakincentives.runtime.saved import UserMessage as UserMessage
-    from weakincentives.runtime.saved import compact_session as compact_session
     from weakincentives.runtime.snapshots import CompositeSnapshot as CompositeSnapshot
     from weakincentives.runtime.snapshots import PendingToolTracker as PendingToolTracker
     from weakincentives.runtime.snapshots import create_snapshot as create_snapshot
     from weakincentives.runtime.snapshots import restore_snapshot as restore_snapshot
     from weakincentives.runtime.snapshots import tool_transaction as tool_transaction
-    from weakincentives.runtime.stores.copies import copy_session as copy_session
     from weakincentives.runtime.stores.database import Database as Database
     from weakincentives.runtime.stores.files import FileStore as FileStore
     from weakincentives.runtime.stores.logs import LeasedLog as LeasedLog
@@ -78,6 +75,9 @@ if TYPE_CHECKING:
     from weakincentives.runtime.stores.logs import SavePlace as SavePlace
     from weakincentives.runtime.stores.logs import SessionLog as SessionLog
     from weakincentives.runtime.stores.logs import SessionStore as SessionStore
+    from weakincentives.runtime.stores.saves import SavedSessionData as SavedSessionData
+    from weakincentives.runtime.stores.saves import compact_session as compact_session
+    from weakincentives.runtime.stores.saves import copy_session as copy_session
     from weakincentives.runtime.stores.sql import SqlStore as SqlStore
     from weakincentives.runtime.tool_call import aexecute_tool as aexecute_tool
     from weakincentives.runtime.tool_call import aexecute_tools as aexecute_tools

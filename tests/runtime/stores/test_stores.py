@@ -56,7 +56,7 @@ from weakincentives.runtime import (
     copy_session,
 )
 from weakincentives.runtime.ledger import CallOutcome
-from weakincentives.runtime.saved import Saves
+from weakincentives.runtime.stores.saves import Saves
 
 
 @pytest.fixture(params=ALL)

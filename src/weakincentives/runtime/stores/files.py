@@ -20,7 +20,6 @@ from weakincentives import locks
 from weakincentives.errors import SessionInUse, SnapshotError
 from weakincentives.runtime.ledger import OutcomeLedger
 from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
-from weakincentives.runtime.stores.media import digests_in
 from weakincentives.serde.exact import StoredBytes
 from weakincentives.state import SEAL_SIZE, Seals, no_links
 
@@ -268,9 +267,9 @@ def write_file(path: Path, head: bytes, texts: Sequence[bytes]) -> None:
         os.unlink(staged)
 
 
-def share_media(path: Path, target: Path, texts: Iterable[bytes]) -> None:
-    """Link, or copy, the bytes that some lines refer to into the directory of another file."""
-    for digest in digests_in(texts):
+def share_media(path: Path, target: Path, digests: Iterable[str]) -> None:
+    """Link, or copy, media of a session into the directory of another file."""
+    for digest in digests:
         source = _media_directory(path) / digest
         if source.is_file() and not source.is_symlink():
             _media_directory(target).mkdir(mode=0o700, exist_ok=True)
