@@ -70,8 +70,8 @@ class Pooled(Database):
         databases._MAX_IDLE = size
 
     @contextmanager
-    def transaction(self) -> Generator[Transaction]:
-        with self._slots, super().transaction() as transaction:
+    def transaction(self, *, single: bool = False) -> Generator[Transaction]:
+        with self._slots, super().transaction(single=single) as transaction:
             yield transaction
 
 

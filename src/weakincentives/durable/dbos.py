@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from weakincentives.durable.steps import (
 )
 from weakincentives.errors import DatabaseUnavailable, MissingExtra, WinkError
 from weakincentives.logs import get_logger
+from weakincentives.runtime.main_loop import sigterm_calls
 from weakincentives.runtime.stores.sql import SqlStore
 from weakincentives.runtime.tool_call import step_by_hand
 
@@ -121,7 +121,7 @@ class DbosEngine:
         if _worker is not None:
             raise WinkError("a worker runs in this process already")
         _worker = worker
-        quiet = _quiet_logs()
+        _quiet_logs()
         config: Any = {
             "name": _APPLICATION,
             "system_database_url": self.system_url,
@@ -135,13 +135,13 @@ class DbosEngine:
         try:
             with _reported():
                 DBOS(config=config)
-                quiet()
+                _quiet_logs()  # each step adds handlers of its own
                 self._is_launched = True
                 _register()
                 queues = queues_of(worker)
                 DBOS.listen_queues([name for name, _ in queues])
                 DBOS.launch()
-                quiet()
+                _quiet_logs()
                 for name, limits in queues:
                     DBOS.register_queue(
                         name,
@@ -168,7 +168,7 @@ class DbosEngine:
         return [(e.workflow_id, e.executor_id or "", e.queue_name or QUEUE) for e in found]
 
     def resume(self, workflow: str, queue: str) -> None:
-        """Put a workflow back into its queue, whoever had it."""
+        """Put a workflow back into its queue."""
         from dbos import DBOS
 
         with _reported():
@@ -253,7 +253,7 @@ class Worker:
         machine: str = "",
         concurrency: int = 4,
         lease: float = 30.0,
-        opening: Callable[[DurableRun], Opening] | None = None,
+        opening: Callable[[DurableRun], Opening] = lambda run: Opening(),
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
@@ -263,7 +263,7 @@ class Worker:
         self.name = name or f"{self.machine}:{os.getpid()}:{new_id()[:6]}"
         self.concurrency = concurrency
         self.lease = lease
-        self._stopping = threading.Event()
+        self._stopping, self._has_left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._active: Counter[str] = Counter()
         """How often each workflow is executed here: again, if it was taken for lost."""
@@ -273,7 +273,6 @@ class Worker:
         self._crowd = 1
         """Workers alive when it last looked."""
         self._looked = float("-inf")
-        given: dict[str, Any] = {} if opening is None else {"opening": opening}
         self.hosting = Hosting(
             runs=runs,
             store=SqlStore(runs.database, lease=lease),
@@ -283,14 +282,14 @@ class Worker:
             worker=self.name,
             wait=2 * lease,
             is_stopping=self._stopping.is_set,
-            **given,
+            opening=opening,
         )
 
     def run(self) -> None:
         """Perform runs until SIGTERM, or until ``stop`` is called."""
         self.runs.beat(self.name, self.machine)  # first: what it takes is not to seem abandoned
         beating = threading.Thread(target=self._beat, name="wink heartbeat", daemon=True)
-        with _sigterm_calls(self.stop):
+        with sigterm_calls(self.stop, every=True):
             try:
                 self._launch()
                 beating.start()
@@ -388,12 +387,8 @@ class Worker:
             self.runs.leave(name)
 
     def _beat(self) -> None:
-        pause = threading.Event()
-        while not self._has_left:
+        while not self._has_left.wait(self.lease / 5):
             self._try(lambda: self.runs.beat(self.name, self.machine))
-            pause.wait(self.lease / 5)
-
-    _has_left = False
 
     def _leave(self) -> None:
         """Wait for the steps in progress, and hand over what we have."""
@@ -401,7 +396,7 @@ class Worker:
             while self._active:
                 self._idle.wait()
         self._try(self._hand_over)
-        self._has_left = True
+        self._has_left.set()
         self.engine.close()
         self._try(lambda: self.runs.leave(self.name))
 
@@ -477,34 +472,10 @@ def _is_of_the_database(error: Exception) -> bool:
     return isinstance(error, SQLAlchemyError | DatabaseUnavailable)
 
 
-def _quiet_logs() -> Callable[[], None]:
-    """Return a function that leads the log of DBOS to ours, at the level of warnings."""
-
-    def quiet() -> None:
-        logger = logging.getLogger("dbos")
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-        logger.propagate = True
-        logger.setLevel(logging.WARNING)
-
-    quiet()
-    return quiet
-
-
-@contextmanager
-def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
-    """Call a function on SIGTERM, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-
-    def heard(number: int, frame: object) -> None:
-        stop()
-
-    signal.signal(signal.SIGTERM, heard)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
+def _quiet_logs() -> None:
+    """Send the log of DBOS to ours, at the level of warnings."""
+    logger = logging.getLogger("dbos")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)

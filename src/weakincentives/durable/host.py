@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,7 @@ class _RunApprovals:
         self._run_id = run_id
 
     def ask(self, request: ApprovalRequest) -> str:
-        self._runs.ask(self._run_id, request)
-        for each in self._runs.pending(self._run_id):
-            if each.request.call_id == request.call_id and each.digest == request.digest:
-                return each.id
-        return request.call_id  # answered or withdrawn meanwhile
+        return self._runs.ask(self._run_id, request) or "the run has ended"
 
     def answered(self, request: ApprovalRequest) -> Approval | None:
         return self._runs.answered(
@@ -256,17 +252,13 @@ class RunHost:
             prompt = prepared.prompt.bind(resources={OutcomeLedger: ledger})
             stack.enter_context(prompt.resources)
             self._steps = SessionSteps(
-                Prepared(
-                    adapter=prepared.adapter,
-                    prompt=prompt,
-                    options=prepared.options,
-                    message=run.task if prepared.says_task else prepared.message,
-                ),
+                replace(prepared, prompt=prompt),
                 saved.session,
+                message=run.task,
                 save=saved.save,
                 approvals=_RunApprovals(hosting.runs, run.id),
                 finish=self._finish,
-                check=self._check,
+                check=lambda: "cancelled" if hosting.runs.is_cancelled(run.id) else None,
             )
             stack.callback(self._steps.close)
             self._opened = stack.pop_all()
@@ -325,9 +317,6 @@ class RunHost:
             with suppress(AlreadyExists):  # another process was quicker
                 materialize(found, root, self._hosting.objects)
         return root
-
-    def _check(self) -> Ended | None:
-        return "cancelled" if self._hosting.runs.is_cancelled(self.run_id) else None
 
     # The end of a sitting
 

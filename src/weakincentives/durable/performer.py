@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weakincentives.call import ToolCall
 from weakincentives.durable.steps import (
@@ -33,7 +33,7 @@ from weakincentives.errors import (
 from weakincentives.events import PromptExecuted
 from weakincentives.logs import get_logger
 from weakincentives.runtime.conversation import Message, ModelTurn, PromptResponse
-from weakincentives.runtime.evaluation import Run
+from weakincentives.runtime.evaluation import Run, RunOptions
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.session import Session
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from weakincentives.media import Content
     from weakincentives.prompt.approval import Approval, ApprovalRequest
     from weakincentives.prompt.prompt import Prompt
-    from weakincentives.runtime.evaluation import RunOptions
-
-T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
@@ -64,15 +61,9 @@ class Prepared:
 
     adapter: Adapter
     prompt: Prompt[Any]
-    options: RunOptions = field(default_factory=lambda: _no_options())
+    options: RunOptions = field(default_factory=RunOptions)
     message: Content | None = None
-    """The first message."""
-    says_task: bool = True
-    """Whether the first message is the task of the run."""
-
-
-def _no_options() -> RunOptions:
-    return {}
+    """The first message: by default the task of the run. If it is empty, the prompt says it all."""
 
 
 class Approvals(Protocol):
@@ -94,6 +85,7 @@ class SessionSteps:
     record is not made again. When a step returns, ``save`` has made everything durable.
 
     Args:
+        message: The first message, unless ``prepared`` has another one.
         save: Makes the session durable, or raises.
         approvals: Without it, a call that needs a person fails the run.
         finish: Called at the end of a sitting; returns what the model must be told before the run

@@ -438,7 +438,7 @@ class SavedSession:
             if self._has_unique_name(slice_type):
                 kept = values.shared_with(saved.get(slice_type, EMPTY))
                 items = [self._encoded(slice_type, each) for each in values.newer_than(kept)]
-                changes[policy].append(change_of(slice_type, kept, items))
+                changes[policy].append(change_of(type_name(slice_type), kept, items))
         return [save_of(state.taken_at, *changes.values())] if any(changes.values()) else []
 
     def mark_resumed(self) -> None:

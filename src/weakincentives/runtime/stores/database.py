@@ -77,8 +77,10 @@ class Database:
         weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
-    def transaction(self) -> Generator[Transaction]:
+    def transaction(self, *, single: bool = False) -> Generator[Transaction]:
         """Commit the statements of the block together, or none of them if it raises.
+
+        A ``single`` statement is a transaction by itself: one round trip instead of three.
 
         Raises:
             DatabaseUnavailable: The connection was lost. If that happened while committing, the
@@ -86,8 +88,8 @@ class Database:
         """
         connection = self._connect()
         try:
-            if not self.is_postgres:
-                connection.execute("BEGIN IMMEDIATE")
+            if not single:
+                connection.execute("BEGIN" if self.is_postgres else "BEGIN IMMEDIATE")
             yield Transaction(connection, self)
             connection.commit()
         except BaseException as error:
@@ -102,7 +104,9 @@ class Database:
             raise
         self._give_back(connection)
 
-    def repeat(self, work: Callable[[Transaction], T], *, patience: float = 60.0) -> T:
+    def repeat(
+        self, work: Callable[[Transaction], T], *, patience: float = 60.0, single: bool = False
+    ) -> T:
         """Return what a transaction returns; repeat it while the database cannot be reached.
 
         It may have taken effect although the connection was lost, so it must be safe to repeat.
@@ -110,7 +114,7 @@ class Database:
         began, wait = SYSTEM_CLOCK.monotonic(), 0.05
         while True:
             try:
-                with self.transaction() as transaction:
+                with self.transaction(single=single) as transaction:
                     return work(transaction)
             except DatabaseUnavailable:
                 if SYSTEM_CLOCK.monotonic() - began + wait > patience:
@@ -120,7 +124,7 @@ class Database:
 
     def execute(self, sql: str, *values: Any, patience: float = 60.0) -> list[tuple[Any, ...]]:
         """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda transaction: transaction.execute(sql, *values), patience=patience)
+        return self.repeat(lambda t: t.execute(sql, *values), patience=patience, single=True)
 
     @property
     def shown(self) -> str:
@@ -159,7 +163,7 @@ class Database:
         except ImportError as error:
             raise MissingExtra("durable", "psycopg") from error
         try:
-            return psycopg.connect(self.url, connect_timeout=10)
+            return psycopg.connect(self.url, connect_timeout=10, autocommit=True)
         except psycopg.Error as error:
             raise DatabaseUnavailable(f"{self.shown} cannot be reached: {error}") from error
 

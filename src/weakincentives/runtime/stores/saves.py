@@ -92,9 +92,9 @@ def encode(value: object, store: Callable[[bytes], str]) -> str:
     return text
 
 
-def change_of(slice_type: type, kept: int, items: Iterable[str]) -> str:
+def change_of(name: str, kept: int, items: Iterable[str]) -> str:
     """Return the change of a slice: how many values stay, and the encoded values after them."""
-    return f"{json.dumps(type_name(slice_type))}:[{kept},[{','.join(items)}]]"
+    return f"{json.dumps(name)}:[{kept},[{','.join(items)}]]"
 
 
 def save_of(at: float, state: Iterable[str] = (), log: Iterable[str] = ()) -> str:
@@ -307,17 +307,14 @@ class SavedSessionData:
         store = partial(store_media, target)
         if replaced is not None:
             name, place, value = replaced
-            frozen = _without_media(freeze(value), store)
+            frozen = json.loads(encode(value, store))
             lines = [_with_replaced(line, name, place, frozen) for line in lines]
         if added:
-            changes = {
-                name: [
-                    len(self.log.get(name, ())),
-                    [_without_media(freeze(v), store) for v in values],
-                ]
+            changes = (
+                change_of(name, len(self.log.get(name, ())), [encode(v, store) for v in values])
                 for name, values in added.items()
-            }
-            lines.append(_to_json({"at": self.at, "state": {}, "log": changes}).encode())
+            )
+            lines.append(save_of(self.at, log=changes).encode())
         share_media(path, target, digests_in(lines))
         write_file(target, head, lines)
 
@@ -470,17 +467,13 @@ class _NewestSaves:
             for kind, slices in (("state", self.state), ("log", self.log)):
                 if name in save[kind]:
                     kept, items = save[kind][name]
-                    self._note(slices, current_name(name), place, kept, items)
+                    current = current_name(name)
+                    known = slices.get(current)
+                    if known is None or known.place < place:  # several names, if it has moved
+                        slices[current] = _FrozenValues(self, current, place, kept, items)
                     if items or kept or slices is self.log:
                         return
                     # A reset of a slice is a change of its state, whatever its kind: look further.
-
-    def _note(
-        self, slices: dict[str, _FrozenValues], name: str, place: int, kept: int, items: list[Any]
-    ) -> None:
-        known = slices.get(name)
-        if known is None or known.place < place:  # a class has several names if it has moved
-            slices[name] = _FrozenValues(self, name, place, kept, items)
 
 
 class _FrozenValues(Sequence[Any]):
