@@ -220,7 +220,6 @@ def test_the_same_request_is_stored_once(runs: Runs) -> None:
     assert [each.id for each in runs.pending()] == [request.id]
     assert runs.ask(run.id, asked()) == request.id
     assert runs.answered(run.id, "call-1", request.digest) is None
-    assert not runs.is_answered(request.id)
 
 
 def test_an_answer_queues_the_next_sitting(runs: Runs) -> None:
@@ -234,8 +233,6 @@ def test_an_answer_queues_the_next_sitting(runs: Runs) -> None:
     found = runs.answered(run.id, "call-1", request.digest)
     assert found is not None
     assert (found.approved, found.by, found.arguments) == (True, "anna", {"text": "hi"})
-    assert runs.is_answered(request.id)
-    assert not runs.is_answered("nothing")
     assert runs.pending() == []
 
 

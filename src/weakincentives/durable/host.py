@@ -15,18 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weakincentives.durable.performer import NOT_OF_THE_RUN, Prepared, SessionSteps
+from weakincentives.durable.performer import NOT_OF_THE_RUN, Prepared, SessionSteps, in_words
 from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import (
     Call,
-    CallResult,
     Ended,
     Finish,
     FinishResult,
     Step,
     StepResult,
     Turn,
-    TurnResult,
+    result_of_end,
 )
 from weakincentives.errors import (
     AlreadyExists,
@@ -170,9 +169,6 @@ class _RunApprovals:
             self._run_id, request.call_id, request.digest, request.policy_name
         )
 
-    def is_answered(self, approval: str) -> bool:
-        return all(each.id != approval for each in self._runs.pending(self._run_id))
-
 
 class RunHost:
     """One sitting of a run in this process. It is opened by the first step that needs it.
@@ -203,7 +199,7 @@ class RunHost:
                 self.close()
                 _logger.exception("run %s cannot be opened", self.run_id)
                 return self._failed(step, error)
-            return _result(step, ended) if ended is not None else self._steps.perform(step)
+            return result_of_end(step, ended) if ended is not None else self._steps.perform(step)
         except NOT_OF_THE_RUN as error:
             _logger.warning("run %s continues elsewhere, or later: %s", self.run_id, error)
             self.close()
@@ -211,9 +207,6 @@ class RunHost:
         except BaseException:
             self.close()
             raise
-
-    def is_answered(self, approval: str) -> bool:
-        return _RunApprovals(self._hosting.runs, self.run_id).is_answered(approval)
 
     def close(self) -> None:
         """Release the session and everything else; without effect if it is not open."""
@@ -327,10 +320,9 @@ class RunHost:
         return FinishResult(status)
 
     def _failed(self, step: Step, error: Exception) -> StepResult:
-        detail = str(error) if isinstance(error, WinkError) else f"{type(error).__name__}: {error}"
         if isinstance(step, Turn | Call):
-            return _result(step, "failed", detail)
-        return self._end("failed", detail)
+            return result_of_end(step, "failed", in_words(error))
+        return self._end("failed", in_words(error))
 
     def _finish(self, step: Finish, detail: str) -> str:
         """End a sitting, with the merge of its changes; returns what the model must know first."""
@@ -413,11 +405,3 @@ def _drop_leftovers(root: Path, run_id: str, name: str) -> None:
 def _how(run: DurableRun) -> Ended:
     """Return how a sitting has ended that is not to be performed."""
     return "waiting" if run.status in ("queued", "running", "waiting") else run.status
-
-
-def _result(step: Step, ended: Ended, detail: str = "") -> StepResult:
-    if isinstance(step, Turn):
-        return TurnResult(step.n, ended=ended, detail=detail)
-    if isinstance(step, Call):
-        return CallResult(success=False, ended=ended, detail=detail)
-    return FinishResult(ended)

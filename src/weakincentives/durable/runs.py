@@ -393,11 +393,6 @@ class Runs:
         arguments = None if edited is None else json.loads(edited)
         return Approval(bool(approved), str(who), str(reason), arguments=arguments)
 
-    def is_answered(self, approval_id: str) -> bool:
-        """Whether a request has an answer."""
-        rows = self._execute("SELECT state FROM wink_approvals WHERE id = ?", approval_id)
-        return rows == [("answered",)]
-
     # Workers
 
     def beat(self, worker: str, machine: str) -> None:

@@ -736,18 +736,14 @@ def copy_session(
     with contextlib.closing(copy):
         if copy.head != log.head:
             raise FileExistsError(f"{copy.shown} is another session")
-        known = copy.load().texts
-        place = log.place_after(known)
-        texts = log.read(log.begin if place is None else place).checked().texts
-        _copy_media(log, copy, texts)
-        if place is None:
-            copy.replace(texts)
-        elif texts:
-            copy.append(texts)
-        return len(texts)
-
-
-def _copy_media(log: SessionLog, copy: LeasedLog, texts: Sequence[bytes]) -> None:
-    for digest in digests_in(texts):
-        with contextlib.suppress(SnapshotError):  # another value may look like the digest of media
-            copy.store(log.media(digest).read())
+        known, texts = copy.load().texts, log.read(log.begin).checked().texts
+        is_longer = texts[: len(known)] == known
+        new = texts[len(known) :] if is_longer else texts
+        for digest in digests_in(new):
+            with contextlib.suppress(SnapshotError):  # it may only look like the digest of media
+                copy.store(log.media(digest).read())
+        if not is_longer:
+            copy.replace(new)
+        elif new:
+            copy.append(new)
+        return len(new)

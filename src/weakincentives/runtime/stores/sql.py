@@ -30,7 +30,7 @@ from weakincentives.errors import (
 from weakincentives.logs import get_logger
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger, as_it_is
 from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
-from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
+from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited
 from weakincentives.serde.exact import StoredBytes
 
 if TYPE_CHECKING:
@@ -107,8 +107,9 @@ class SqlStore:
                 holder,
                 self.lease,
             )
+            sql = "SELECT 1 FROM wink_sessions WHERE name = ? AND holder = ?"
             # Repeated after a lost connection, it may have been made before.
-            if not made and not _is_held_by(transaction, name, holder):
+            if not made and not transaction.execute(sql, name, holder):
                 raise FileExistsError(f"{self.shown(name)} exists")
 
         self.do(work)
@@ -237,12 +238,6 @@ class SqlLog:
                 if number not in found:
                     raise SnapshotError(f"{self.shown} has changed while it was read")
                 yield found[number].encode()
-
-    def place_after(self, texts: Sequence[bytes]) -> int | None:
-        rows = self._store.execute("SELECT first FROM wink_sessions WHERE name = ?", self.name)
-        start = rows[0][0] - 1 if rows else 0
-        places = [SavePlace(n, n + 1) for n in range(start, start + len(texts))]
-        return start + len(texts) if not texts or begins_with(self, texts, places) else None
 
     def media(self, digest: str) -> StoredBytes:
         return StoredBytes(f"{digest} of {self.shown}", digest, lambda: self._bytes(digest))
@@ -406,11 +401,6 @@ class OpenSqlLog(SqlLog):
 def _new_holder() -> str:
     """Return a name for a lease: who has it, and unique, so that a repetition finds its own."""
     return f"process {os.getpid()}, {uuid.uuid4().hex[:12]}"
-
-
-def _is_held_by(transaction: Transaction, name: str, holder: str) -> bool:
-    rows = transaction.execute("SELECT holder FROM wink_sessions WHERE name = ?", name)
-    return rows == [(holder,)]
 
 
 # Outcomes
