@@ -39,6 +39,8 @@ from weakincentives.runtime.stores.sql import SqlStore
 from weakincentives.runtime.tool_call import step_by_hand
 
 if TYPE_CHECKING:
+    from dbos import DBOS
+
     from weakincentives.filesystem.portable import ObjectStorage
 
 _logger = get_logger(__name__)
@@ -97,8 +99,6 @@ class DbosEngine:
 
         Only a worker can. Others leave it to the workers, which look for it every second.
         """
-        from dbos import DBOS
-
         options: Any = {
             "workflow_name": WORKFLOW,
             "queue_name": queue_of(run),
@@ -109,14 +109,13 @@ class DbosEngine:
             options["queue_partition_key"] = partition
         whole = bool(run.about.get(WHOLE))
         with _reported():
-            DBOS.enqueue_workflow_with_options(options, run.id, run.sitting, whole)
+            _dbos().enqueue_workflow_with_options(options, run.id, run.sitting, whole)
 
     def launch(self, worker: Worker) -> None:
         """Begin to take workflows from the queues, in threads."""
-        try:
-            from dbos import DBOS
-        except ImportError as error:
-            raise MissingExtra("durable", "dbos") from error
+        dbos = _dbos()
+        from dbos import DBOSPortableJSONSerializer
+
         global _worker
         if _worker is not None:
             raise WinkError("a worker runs in this process already")
@@ -128,22 +127,23 @@ class DbosEngine:
             "application_version": _VERSION,
             "executor_id": worker.name,
             "max_executor_threads": 2 * worker.concurrency + 8,
-            "serializer": _serializer(),
+            # It reads only JSON: nothing from a database is unpickled.
+            "serializer": DBOSPortableJSONSerializer(),
             "log_level": "WARNING",
             **self._engine_options(),
         }
         try:
             with _reported():
-                DBOS(config=config)
+                dbos(config=config)
                 _quiet_logs()  # each step adds handlers of its own
                 self._is_launched = True
                 _register()
                 queues = queues_of(worker)
-                DBOS.listen_queues([name for name, _ in queues])
-                DBOS.launch()
+                dbos.listen_queues([name for name, _ in queues])
+                dbos.launch()
                 _quiet_logs()
                 for name, limits in queues:
-                    DBOS.register_queue(
+                    dbos.register_queue(
                         name,
                         polling_interval_sec=self.poll,
                         on_conflict="always_update",
@@ -155,10 +155,8 @@ class DbosEngine:
 
     def pending(self, executor: str | None = None) -> list[tuple[str, str, str]]:
         """Return the workflows that were taken and have not ended: id, executor and queue."""
-        from dbos import DBOS
-
         with _reported():
-            found = DBOS.list_workflows(
+            found = _dbos().list_workflows(
                 status="PENDING",
                 name=WORKFLOW,
                 executor_id=executor,
@@ -169,19 +167,15 @@ class DbosEngine:
 
     def resume(self, workflow: str, queue: str) -> None:
         """Put a workflow back into its queue."""
-        from dbos import DBOS
-
         with _reported():
-            DBOS.resume_workflow(workflow, queue_name=queue)
+            _dbos().resume_workflow(workflow, queue_name=queue)
 
     def close(self) -> None:
         """Stop taking workflows, and disconnect."""
         global _worker
         if self._is_launched:
-            from dbos import DBOS
-
             self._is_launched, _worker = False, None
-            DBOS.destroy()
+            _dbos().destroy()
 
     def _engine_options(self) -> dict[str, Any]:
         """Return what DBOS needs for this kind of database."""
@@ -226,8 +220,9 @@ def queues_of(worker: Worker) -> list[tuple[str, dict[str, Any]]]:
 class Worker:
     """Takes runs from the queue and performs them, some at a time, until it is stopped.
 
-    It reports to the table of workers; of one that no longer does, the first that notices takes
-    over the runs. SIGTERM and ``stop`` finish the step in progress of each run; others continue.
+    It reports to the table of workers. When a worker stops reporting, the first other one to notice
+    takes over its runs. SIGTERM and ``stop`` finish the step in progress of each run; other workers
+    continue.
 
     Args:
         engine: The queue.
@@ -325,7 +320,7 @@ class Worker:
         try:
             return step_by_hand(drive_whole if whole else drive, run_id, _DbosJournal(host))
         except Exception as error:
-            # DBOS will note that the workflow has failed, so nobody will go on with it.
+            # DBOS will note that the workflow has failed, so no worker will retry it.
             if _is_of_the_database(error):
                 raise Elsewhere(str(error)) from error
             _logger.exception("run %s cannot be driven", run_id)
@@ -354,7 +349,7 @@ class Worker:
         return crowd * min(1.0, self.lease / 10)
 
     def enqueue_missing(self) -> None:
-        """Enqueue the runs that were submitted or answered by somebody who could not."""
+        """Enqueue the runs that were submitted or answered by a process without DBOS."""
         for run in self.runs.to_enqueue():
             self.engine.enqueue(run)
             self.runs.mark_enqueued(run)
@@ -420,11 +415,9 @@ class _DbosJournal:
         self._host = host
 
     async def step(self, step: Step) -> StepResult:
-        from dbos import DBOS
-
         perform = partial(_performed, self._host)
         options: Any = {"name": type(step).__name__}
-        return from_json(DBOS.run_step(options, perform, to_json(step)))
+        return from_json(_dbos().run_step(options, perform, to_json(step)))
 
     async def wait(self, run: str, approval: str) -> bool:
         return False
@@ -439,20 +432,20 @@ _worker: Worker | None = None
 
 
 def _register() -> None:
-    from dbos import DBOS
-
-    @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
+    @_dbos().workflow(name=WORKFLOW, max_recovery_attempts=None)
     def sitting(run_id: str, number: int, whole: bool) -> str:  # pyright: ignore
         if _worker is None:
             raise WinkError("no worker runs in this process")
         return _worker.perform(run_id, number, whole)
 
 
-def _serializer() -> Any:
-    """Return one that reads only JSON: nothing from a database is unpickled."""
-    from dbos import DBOSPortableJSONSerializer
-
-    return DBOSPortableJSONSerializer()
+def _dbos() -> type[DBOS]:
+    """Import DBOS when it is first needed: a program that submits runs does without it."""
+    try:
+        from dbos import DBOS
+    except ImportError as error:
+        raise MissingExtra("durable", "dbos") from error
+    return DBOS
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Opens a run in this process, from what the database and object storage have, and performs it.
 
 What a dead worker has left on disk is not used: the session comes from the database, and the branch
-is made again from the lines in it. So whoever opens a run sees exactly what is recorded.
+is rebuilt from the lines in it. So any process that opens a run sees exactly what is recorded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Opening:
     unprotected: Sequence[str] = ()
     """Files of ours that the run may see; see ``HostFilesystem``."""
     session: Callable[[], Session] = Session
-    """Returns the session of a new run; one that is continued gets its reducers."""
+    """Returns the session of a new run; a resumed session gets its reducers."""
 
 
 Prepare = Callable[[DurableRun, HostFilesystem, Session], AbstractContextManager[Prepared]]
@@ -398,7 +398,7 @@ def _drop_leftovers(root: Path, run_id: str, name: str) -> None:
     """Remove the branches that dead workers have left of a run."""
     for each in branches_of(root):
         if each.about.get(OF_RUN) == run_id and each.name != name:
-            with suppress(WinkError):  # one that was paused may still have it
+            with suppress(WinkError):  # a paused worker may still have it
                 drop_branch(root, each.name)
 
 

@@ -66,7 +66,7 @@ def collect(
 ) -> int:
     """Remove the objects that nothing needs; returns how many.
 
-    An upload stores objects before anything refers to them, and may refer to one that is there
+    An upload stores objects before anything refers to them, and may refer to objects that exist
     already. So only those are removed that no upload has asked for in the last ``older_than``
     seconds: it must exceed the time from the begin of an upload until its lines are saved.
 
@@ -137,7 +137,7 @@ class LocalObjects:
             os.utime(place)
         except FileNotFoundError:
             return False
-        except OSError:  # of another user, or read-only: then nobody collects it either
+        except OSError:  # of another user, or read-only: then it is not collected either
             return place.exists()
         return True
 

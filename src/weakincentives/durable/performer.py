@@ -188,8 +188,8 @@ class SessionSteps:
     def _failed(self, error: Exception) -> str:
         """Record a failure of the run and return it in words; raise what is not one of the run.
 
-        The session may not be ours any more, or the database out of reach: whoever continues the
-        run finds it as it was.
+        The session may not be ours any more, or the database out of reach: the
+        process that continues the run finds it as it was.
         """
         if isinstance(error, NOT_OF_THE_RUN):
             raise error

@@ -72,7 +72,7 @@ class DurableRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingApproval:
-    """A request that nobody has answered yet."""
+    """A request without an answer."""
 
     id: str
     run: str
@@ -310,7 +310,7 @@ class Runs:
         return self._do(work)
 
     def pending(self, run_id: str | None = None) -> list[WaitingApproval]:
-        """Return what a run, or all runs, ask and nobody has answered, oldest first."""
+        """Return the open requests of a run, or of all runs, oldest first."""
         where, values = ("", ()) if run_id is None else (" AND run = ?", (run_id,))
         rows = self._execute(
             "SELECT id, run, request, asked_at FROM wink_approvals WHERE state = 'open'"
@@ -476,7 +476,7 @@ def _select(transaction: Transaction, where: str, *values: Any) -> list[DurableR
 
 
 def _locked(transaction: Transaction, run_id: str) -> DurableRun | None:
-    """Return a run, which nobody else changes until the end of the transaction."""
+    """Return a run, and lock it until the end of the transaction."""
     rows = _select(transaction, f"WHERE id = ?{transaction.for_update}", run_id)
     return rows[0] if rows else None
 

@@ -417,7 +417,7 @@ class SavedSession:
     def compact(self) -> None:
         """Fold all saves into one, so that the log is as small as the session.
 
-        What is lost is the way back: nobody can rewind, fork or look at the session as it was
+        What is lost is the way back: the session cannot be rewound, forked or viewed as it was
         before this. A kill leaves the log as it was, or compacted.
         """
         self.save()

@@ -175,7 +175,7 @@ class Database:
         connection.close()
 
     def _drop_idle(self) -> None:
-        """Close idle connections: what ended one has ended the others, which nobody noticed.
+        """Close idle connections: what ended one has ended the others, unnoticed so far.
 
         Otherwise each of them would fail another transaction, and a lease might end meanwhile.
         """

@@ -90,7 +90,7 @@ class SessionLog(Protocol):
 
 
 class LeasedLog(SessionLog, Protocol):
-    """The log of a session that is open here: nobody else appends to it."""
+    """The log of a session that is open here: no other process appends to it."""
 
     @property
     def token(self) -> int:

@@ -1,7 +1,7 @@
 """Sessions in a database: SQLite in a file, or PostgreSQL.
 
-Whoever can write to the database is trusted: its lines carry no seals. As everywhere, what is read
-is JSON data, from which only known dataclasses and plain values are made; nothing is unpickled.
+A process that can write to the database is trusted: its lines carry no seals. They are JSON data,
+from which only known dataclasses and plain values are made; nothing is unpickled.
 
 The outcomes of a session's calls are there as well, under the lease of the session. The start of a
 call is there before it runs. How it ended is written with the next save of the session, in one
@@ -77,9 +77,8 @@ class SqlStore:
     """Sessions in a database, each open in one process of all that use it.
 
     Opening a session takes a lease on the database's clock, which is renewed while the session is
-    open. A process that dies leaves a lease that expires; whoever opens the session then gets a
-    greater fencing token, and nothing of the former holder is saved any more, even if it was only
-    paused.
+    open. The lease of a process that dies expires. The next process to open the session gets a
+    greater fencing token, and the former holder can no longer save, even if it was only paused.
 
     Args:
         database: Where; the tables are created when they are first needed.
@@ -491,7 +490,7 @@ class _SqlOutcomes:
         return ""
 
     def _check_token(self, transaction: Transaction, *, is_call: bool) -> None:
-        """Lock the session's row, so that nobody takes it over before the change is committed."""
+        """Lock the session's row, so that no process takes it over before the commit."""
         rows = transaction.execute(
             f"SELECT token FROM wink_sessions WHERE name = ?{transaction.for_update}",
             self._session,
