@@ -77,21 +77,47 @@ class Database:
         weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
-    def transaction(self, *, single: bool = False) -> Generator[Transaction]:
+    def transaction(self) -> Generator[Transaction]:
         """Commit the statements of the block together, or none of them if it raises.
-
-        A ``single`` statement is a transaction by itself: one round trip instead of three.
 
         Raises:
             DatabaseUnavailable: The connection was lost. If that happened while committing, the
                 statements may or may not have taken effect.
         """
-        connection = self._connect()
-        try:
-            if not single:
-                connection.execute("BEGIN" if self.is_postgres else "BEGIN IMMEDIATE")
+        with self._connection() as connection:
+            connection.execute("BEGIN" if self.is_postgres else "BEGIN IMMEDIATE")
             yield Transaction(connection, self)
             connection.commit()
+
+    def repeat(self, work: Callable[[Transaction], T], *, patience: float = 60.0) -> T:
+        """Return what a transaction returns; repeat it while the database cannot be reached.
+
+        It may have taken effect although the connection was lost, so it must be safe to repeat.
+        """
+
+        def once() -> T:
+            with self.transaction() as transaction:
+                return work(transaction)
+
+        return _repeated(once, patience)
+
+    def execute(self, sql: str, *values: Any, patience: float = 60.0) -> list[tuple[Any, ...]]:
+        """Return the rows of a statement that is a transaction by itself; see ``repeat``.
+
+        It costs one round trip, where ``repeat`` needs three.
+        """
+
+        def once() -> list[tuple[Any, ...]]:
+            with self._connection() as connection:
+                return Transaction(connection, self).execute(sql, *values)
+
+        return _repeated(once, patience)
+
+    @contextmanager
+    def _connection(self) -> Generator[Any]:
+        connection = self._connect()
+        try:
+            yield connection
         except BaseException as error:
             with suppress(Exception):
                 connection.rollback()
@@ -103,28 +129,6 @@ class Database:
             self._give_back(connection)
             raise
         self._give_back(connection)
-
-    def repeat(
-        self, work: Callable[[Transaction], T], *, patience: float = 60.0, single: bool = False
-    ) -> T:
-        """Return what a transaction returns; repeat it while the database cannot be reached.
-
-        It may have taken effect although the connection was lost, so it must be safe to repeat.
-        """
-        began, wait = SYSTEM_CLOCK.monotonic(), 0.05
-        while True:
-            try:
-                with self.transaction(single=single) as transaction:
-                    return work(transaction)
-            except DatabaseUnavailable:
-                if SYSTEM_CLOCK.monotonic() - began + wait > patience:
-                    raise
-                threading.Event().wait(wait)
-                wait = min(wait * 2, 2.0)
-
-    def execute(self, sql: str, *values: Any, patience: float = 60.0) -> list[tuple[Any, ...]]:
-        """Run one statement, which must be safe to repeat, and return its rows."""
-        return self.repeat(lambda t: t.execute(sql, *values), patience=patience, single=True)
 
     @property
     def shown(self) -> str:
@@ -190,6 +194,18 @@ class Database:
 
         lost = (psycopg.OperationalError, psycopg.InterfaceError)
         return bool(connection.closed) or isinstance(error, lost)
+
+
+def _repeated(work: Callable[[], T], patience: float) -> T:
+    began, wait = SYSTEM_CLOCK.monotonic(), 0.05
+    while True:
+        try:
+            return work()
+        except DatabaseUnavailable:
+            if SYSTEM_CLOCK.monotonic() - began + wait > patience:
+                raise
+            threading.Event().wait(wait)
+            wait = min(wait * 2, 2.0)
 
 
 def _close_all(idle: list[tuple[int, Any]]) -> None:
