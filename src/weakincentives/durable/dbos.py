@@ -359,7 +359,8 @@ class Worker:
 
         Several workers may do so at once: the lease on the session decides who goes on.
         """
-        alive = {each.name for each in self.runs.workers() if each.seen <= self.lease}
+        workers = self.runs.workers()
+        alive = {each.name for each in workers if each.seen <= self.lease}
         self._crowd = len(alive)
         now = SYSTEM_CLOCK.monotonic()
         mine: dict[str, float] = {}
@@ -378,8 +379,9 @@ class Worker:
             _logger.info("taking over %s of %s", workflow, executor)
             self.engine.resume(workflow, queue)
         self._orphans = mine
-        for name in self.runs.dead_workers(10 * self.lease):
-            self.runs.leave(name)
+        for each in workers:
+            if each.seen > 10 * self.lease:
+                self.runs.leave(each.name)
 
     def _beat(self) -> None:
         while not self._has_left.wait(self.lease / 5):

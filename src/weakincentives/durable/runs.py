@@ -417,10 +417,6 @@ class Runs:
             for name, machine, seen in rows
         ]
 
-    def dead_workers(self, after: float) -> list[str]:
-        """Return the workers that have not reported for so many seconds."""
-        return [each.name for each in self.workers() if each.seen > after]
-
     def _do(self, work: Callable[[Transaction], T]) -> T:
         return self.database.repeat(work, patience=self._patience)
 

@@ -476,18 +476,13 @@ class _NewestSaves:
                     # A reset of a slice is a change of its state, whatever its kind: look further.
 
 
-class _FrozenValues(Sequence[Any]):
-    """The frozen values of a slice; a part of them is parsed when it is first read."""
+class _KnownValues:
+    """The frozen values of a slice, known from a place on: older saves make more of them known."""
 
-    def __init__(
-        self, saves: _NewestSaves, name: str, place: int, kept: int, items: list[Any]
-    ) -> None:
+    def __init__(self, name: str, kept: int, items: list[Any]) -> None:
         self.name = name
-        self.place = place
-        """The newest save of the slice."""
         self.known_from = kept
-        self._saves = saves
-        self._values: list[Any] = [None] * kept + items
+        self.values: list[Any] = [None] * kept + items
 
     def add(self, kept: int, items: list[Any]) -> None:
         """Add what an older save says."""
@@ -495,13 +490,25 @@ class _FrozenValues(Sequence[Any]):
         if kept < end:
             if kept + len(items) < end:
                 raise SnapshotError(f"values are missing in the slice of {self.name}")
-            self._values[kept:end] = items[: end - kept]
+            self.values[kept:end] = items[: end - kept]
             self.known_from = kept
+
+
+class _FrozenValues(_KnownValues, Sequence[Any]):
+    """The frozen values of a slice; a part of them is parsed when it is first read."""
+
+    def __init__(
+        self, saves: _NewestSaves, name: str, place: int, kept: int, items: list[Any]
+    ) -> None:
+        super().__init__(name, kept, items)
+        self.place = place
+        """The newest save of the slice."""
+        self._saves = saves
 
     def part(self, start: int, stop: int) -> list[Any]:
         if start < self.known_from:
             self._saves.load(self, start)
-        return self._values[start:stop]
+        return self.values[start:stop]
 
     @overload
     def __getitem__(self, place: int) -> Any: ...
@@ -515,7 +522,7 @@ class _FrozenValues(Sequence[Any]):
         return self.part(at, at + 1)[0]
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.part(0, len(self)))
@@ -569,30 +576,27 @@ Until: TypeAlias = tuple[str, int]
 class _Before:
     """How a slice was at an earlier time: some of its present values, and others after them."""
 
-    __slots__ = ("_end", "_parts", "kept", "size")
-
     def __init__(self, kept: int) -> None:
         self.kept = kept
-        self.size = 0
-        self._parts: list[list[Any]] = []
-        self._end: int | None = None
-        """Values from here on are known; those before ``kept`` are the present ones."""
+        self._then: _KnownValues | None = None
 
-    def add(self, kept: int, items: list[Any]) -> bool:
+    def add(self, name: str, kept: int, items: list[Any]) -> bool:
         """Add the next older change; returns whether all is known."""
-        if self._end is None:
-            self._end = self.size = kept + len(items)
+        if self._then is None:
+            self._then = _KnownValues(name, kept, items)
             self.kept = min(self.kept, self.size)
-        start = max(kept, self.kept)
-        if start < self._end:
-            self._parts.append(items[start - kept : self._end - kept])
-            self._end = start
-        return self._end <= self.kept
+        else:
+            self._then.add(kept, items)
+        return self._then.known_from <= self.kept
+
+    @property
+    def size(self) -> int:
+        return 0 if self._then is None else len(self._then.values)
 
     @property
     def rest(self) -> list[Any]:
         """The values after those kept, frozen."""
-        return [value for part in reversed(self._parts) for value in part]
+        return [] if self._then is None else self._then.values[self.kept :]
 
 
 def gone_back(
@@ -631,7 +635,7 @@ def gone_back(
         if save is None:
             break
         for found, name, kept, items in _changes(save, open_state, open_log):
-            if name in found and found[name].add(kept, items):
+            if name in found and found[name].add(name, kept, items):
                 del found[name]
     for before in (*open_state.values(), *open_log.values()):
         before.kept = 0  # it was not there yet
