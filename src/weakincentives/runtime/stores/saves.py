@@ -57,7 +57,6 @@ INHERITED = "inherited_calls"
 UNSAVED = '{"$":"unsaved"}'
 """Marks the place of a value that could not be written."""
 _HAS_UNSAVED = b'"unsaved"'
-_HAS_FILES = b'"files":['
 _FOLDED = 64
 """Values in each save of a log that was compacted."""
 _MEDIA = type_name(Media)
@@ -376,7 +375,7 @@ def _attached_in(texts: Iterable[bytes]) -> list[str]:
     """Return the lines that are attached to saves, oldest first."""
     files: list[str] = []
     for text in texts:
-        if _HAS_FILES in text:
+        if text.endswith(b"]}"):  # nothing else is a list at the end of a save
             _add_files(files, json.loads(text))
     return files
 
@@ -409,8 +408,10 @@ def opened(log: LeasedLog, types: Iterable[type]) -> Opened:
     with readable_from(log), no_collection():
         texts = log.load().texts
         attached = _attached_in(texts)
-        if _are_plain(texts) and _HAS_UNSAVED not in b"\n".join(texts):
-            found = _NewestSaves(texts, parse)
+        whole = b"\n".join(texts)
+        # An adopted file has blanks.
+        if _HAS_UNSAVED not in whole and not any(text.startswith(b'{"at": ') for text in texts):
+            found = _NewestSaves(texts, whole, parse)
             at = float(parse(texts[-1])["at"]) if texts else data.began
             snapshot = Snapshot.from_items(found.state, found.log, at, types=types)
             return Opened(data, snapshot, found.log, frozenset(), attached)
@@ -423,8 +424,8 @@ def opened(log: LeasedLog, types: Iterable[type]) -> Opened:
 class _NewestSaves:
     """The STATE and LOG slices of some saves, by name, as frozen values."""
 
-    def __init__(self, texts: Sequence[bytes], parse: Callable[[bytes], Any]) -> None:
-        """All texts must be as ``SavedSession`` writes them: ``are_plain`` tells."""
+    def __init__(self, texts: Sequence[bytes], whole: bytes, parse: Callable[[bytes], Any]) -> None:
+        """All texts must be as ``SavedSession`` writes them; ``whole`` is their lines."""
         self.state: dict[str, _FrozenValues] = {}
         self.log: dict[str, _FrozenValues] = {}
         self._texts = texts
@@ -432,7 +433,6 @@ class _NewestSaves:
         self._older = len(texts)
         """The saves from here on have been applied."""
         self._lock = threading.Lock()
-        whole = b"\n".join(texts)
         starts = [0, *accumulate(len(text) + 1 for text in texts)]
         for name, text in _names_in(whole):
             self._find(name, text, whole, starts)
@@ -544,11 +544,6 @@ class _Part(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values.part(self._start, self._stop))
-
-
-def _are_plain(texts: Sequence[bytes]) -> bool:
-    """Whether saves have the form that ``SavedSession`` writes: an adopted file has blanks."""
-    return not any(text.startswith(b'{"at": ') for text in texts)
 
 
 def _names_in(whole: bytes) -> set[tuple[str, bytes]]:
