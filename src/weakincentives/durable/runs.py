@@ -17,8 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded
-from weakincentives.prompt.approval import Approval, ApprovalRequest
-from weakincentives.runtime.approvals import answering_user
+from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
 from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
 from weakincentives.serde import freeze, thaw
 from weakincentives.text import letters

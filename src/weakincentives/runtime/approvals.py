@@ -10,7 +10,6 @@ a killed one has left is never shown.
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused, SnapshotError
 from weakincentives.filesystem.tree import remove_path
 from weakincentives.logs import get_logger
-from weakincentives.prompt.approval import Approval, ApprovalRequest
+from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.serde import freeze, thaw
 from weakincentives.state import Seals, no_links
@@ -247,14 +246,6 @@ def _is_waiting(folder: Path) -> bool:
             return locks.is_taken(file.fileno())
     except OSError:
         return False
-
-
-def answering_user() -> str:
-    """Return who answers an approval by default: this user."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "another process"
 
 
 # Files
