@@ -51,7 +51,7 @@ from weakincentives.durable.objects import DatabaseObjects  # noqa: E402
 from weakincentives.durable.runs import DurableRun, Runs  # noqa: E402
 from weakincentives.prompt.approval import ApprovalRequest  # noqa: E402
 from weakincentives.runtime.stores import database as databases  # noqa: E402
-from weakincentives.runtime.stores.database import Database, Transaction  # noqa: E402
+from weakincentives.runtime.stores.database import Database  # noqa: E402
 from weakincentives.runtime.stores.sql import OpenSqlLog, SqlStore  # noqa: E402
 
 VERSION = "1"
@@ -70,9 +70,9 @@ class Pooled(Database):
         databases._MAX_IDLE = size
 
     @contextmanager
-    def transaction(self) -> Generator[Transaction]:
-        with self._slots, super().transaction() as transaction:
-            yield transaction
+    def _connection(self) -> Generator[Any]:
+        with self._slots, super()._connection() as connection:
+            yield connection
 
 
 class SharedEngine(DbosEngine):

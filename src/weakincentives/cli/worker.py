@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from weakincentives.durable.runs import DurableRun, Runs, Status
     from weakincentives.filesystem.transfer import ObjectStorage
     from weakincentives.runtime.calls import Run
-    from weakincentives.runtime.saved import SavedSessionData
+    from weakincentives.runtime.stores.saves import SavedSessionData
     from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
@@ -521,7 +521,7 @@ class Fetch:
         self, runs: Runs, run: DurableRun, objects: ObjectStorage, *, machine: str
     ) -> None:
         from weakincentives.durable.host import BranchLines, base_of_run
-        from weakincentives.runtime.saved import SavedSessionData
+        from weakincentives.runtime.stores.saves import SavedSessionData
         from weakincentives.runtime.stores.sql import SqlStore
 
         self._store = SqlStore(runs.database, patience=5.0)
@@ -608,7 +608,7 @@ class Fetch:
         self._copy_session(run_file(location_of(directory), self._run.id))
 
     def _copy_session(self, run: Run) -> None:
-        from weakincentives.runtime.stores.copies import copy_session
+        from weakincentives.runtime.stores.saves import copy_session
         from weakincentives.runtime.stores.files import FileStore
 
         copy_session(self._store, self._run.id, FileStore(run.path.parent), run.path.name)

@@ -24,7 +24,7 @@ from weakincentives.filesystem import FileChange
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Calls, Run
 from weakincentives.runtime.conversation import Message
-from weakincentives.runtime.saved import Saves
+from weakincentives.runtime.stores.saves import Saves
 from weakincentives.serde.exact import current_name, plain
 from weakincentives.session import type_name
 

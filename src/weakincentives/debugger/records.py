@@ -21,7 +21,8 @@ from weakincentives.runtime.calls import Run
 from weakincentives.runtime.conversation import ContextCompacted, Message
 from weakincentives.runtime.index import fields_of
 from weakincentives.runtime.rewind import REWIND
-from weakincentives.runtime.saved import SavedSessionData, SavePlace, Saves
+from weakincentives.runtime.stores.logs import SavePlace
+from weakincentives.runtime.stores.saves import SavedSessionData, Saves
 from weakincentives.serde.exact import current_name, plain
 from weakincentives.session import type_name
 from weakincentives.text import summary_of

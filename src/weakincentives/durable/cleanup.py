@@ -14,8 +14,8 @@ from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem.portable import Base, line_keys, stored_keys
 from weakincentives.filesystem.transfer import ObjectStorage
-from weakincentives.runtime.saved import SavedSessionData
 from weakincentives.runtime.stores.database import Transaction
+from weakincentives.runtime.stores.saves import SavedSessionData
 from weakincentives.runtime.stores.sql import SqlStore
 
 DAY = 86_400.0
@@ -27,15 +27,19 @@ def remove_runs(runs: Runs, *, older_than: float = 90 * DAY) -> list[str]:
 
     What DBOS has of them stays. A run whose session is open somewhere stays, too.
     """
-    store = SqlStore(runs.database)
+    database, store = runs.database, SqlStore(runs.database)
+    ended = (
+        "SELECT id FROM wink_runs WHERE status IN ('done', 'failed', 'cancelled')"
+        f" AND updated_at < {database.now} - ? AND id > ? ORDER BY id LIMIT {_BATCH:d}"
+    )
     removed: list[str] = []
     last = ""
-    while found := runs.database.repeat(lambda t, last=last: _ended(t, older_than, last)):
-        for run_id in found:
+    while found := database.execute(ended, older_than, last):
+        for (run_id,) in found:
             if store.delete(run_id):
-                runs.database.repeat(lambda t, run_id=run_id: _delete(t, run_id))
+                database.repeat(lambda t, run_id=run_id: _delete(t, run_id))
                 removed.append(run_id)
-        last = found[-1]
+            last = run_id
     return removed
 
 
@@ -63,15 +67,6 @@ def _of_base(run: DurableRun, objects: ObjectStorage) -> set[str]:
     if base["kind"] in (LOCAL, EMPTY):
         return set()
     return stored_keys(objects, Base.decode(base))
-
-
-def _ended(transaction: Transaction, older_than: float, last: str) -> list[str]:
-    rows = transaction.execute(
-        "SELECT id FROM wink_runs WHERE status IN ('done', 'failed', 'cancelled')"
-        f" AND updated_at < {transaction.now} - ? AND id > ? ORDER BY id LIMIT {_BATCH:d}",
-        older_than, last,
-    )  # fmt: skip
-    return [str(run_id) for (run_id,) in rows]
 
 
 def _delete(transaction: Transaction, run_id: str) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +34,13 @@ from weakincentives.durable.steps import (
 )
 from weakincentives.errors import DatabaseUnavailable, MissingExtra, WinkError
 from weakincentives.logs import get_logger
+from weakincentives.runtime.main_loop import sigterm_calls
 from weakincentives.runtime.stores.sql import SqlStore
 from weakincentives.runtime.tool_call import step_by_hand
 
 if TYPE_CHECKING:
+    from dbos import DBOS
+
     from weakincentives.filesystem.portable import ObjectStorage
 
 _logger = get_logger(__name__)
@@ -97,8 +99,6 @@ class DbosEngine:
 
         Only a worker can. Others leave it to the workers, which look for it every second.
         """
-        from dbos import DBOS
-
         options: Any = {
             "workflow_name": WORKFLOW,
             "queue_name": queue_of(run),
@@ -109,41 +109,41 @@ class DbosEngine:
             options["queue_partition_key"] = partition
         whole = bool(run.about.get(WHOLE))
         with _reported():
-            DBOS.enqueue_workflow_with_options(options, run.id, run.sitting, whole)
+            _dbos().enqueue_workflow_with_options(options, run.id, run.sitting, whole)
 
     def launch(self, worker: Worker) -> None:
         """Begin to take workflows from the queues, in threads."""
-        try:
-            from dbos import DBOS
-        except ImportError as error:
-            raise MissingExtra("durable", "dbos") from error
+        dbos = _dbos()
+        from dbos import DBOSPortableJSONSerializer
+
         global _worker
         if _worker is not None:
             raise WinkError("a worker runs in this process already")
         _worker = worker
-        quiet = _quiet_logs()
+        _quiet_logs()
         config: Any = {
             "name": _APPLICATION,
             "system_database_url": self.system_url,
             "application_version": _VERSION,
             "executor_id": worker.name,
             "max_executor_threads": 2 * worker.concurrency + 8,
-            "serializer": _serializer(),
+            # It reads only JSON: nothing from a database is unpickled.
+            "serializer": DBOSPortableJSONSerializer(),
             "log_level": "WARNING",
             **self._engine_options(),
         }
         try:
             with _reported():
-                DBOS(config=config)
-                quiet()
+                dbos(config=config)
+                _quiet_logs()  # each step adds handlers of its own
                 self._is_launched = True
                 _register()
                 queues = queues_of(worker)
-                DBOS.listen_queues([name for name, _ in queues])
-                DBOS.launch()
-                quiet()
+                dbos.listen_queues([name for name, _ in queues])
+                dbos.launch()
+                _quiet_logs()
                 for name, limits in queues:
-                    DBOS.register_queue(
+                    dbos.register_queue(
                         name,
                         polling_interval_sec=self.poll,
                         on_conflict="always_update",
@@ -155,10 +155,8 @@ class DbosEngine:
 
     def pending(self, executor: str | None = None) -> list[tuple[str, str, str]]:
         """Return the workflows that were taken and have not ended: id, executor and queue."""
-        from dbos import DBOS
-
         with _reported():
-            found = DBOS.list_workflows(
+            found = _dbos().list_workflows(
                 status="PENDING",
                 name=WORKFLOW,
                 executor_id=executor,
@@ -168,20 +166,16 @@ class DbosEngine:
         return [(e.workflow_id, e.executor_id or "", e.queue_name or QUEUE) for e in found]
 
     def resume(self, workflow: str, queue: str) -> None:
-        """Put a workflow back into its queue, whoever had it."""
-        from dbos import DBOS
-
+        """Put a workflow back into its queue."""
         with _reported():
-            DBOS.resume_workflow(workflow, queue_name=queue)
+            _dbos().resume_workflow(workflow, queue_name=queue)
 
     def close(self) -> None:
         """Stop taking workflows, and disconnect."""
         global _worker
         if self._is_launched:
-            from dbos import DBOS
-
             self._is_launched, _worker = False, None
-            DBOS.destroy()
+            _dbos().destroy()
 
     def _engine_options(self) -> dict[str, Any]:
         """Return what DBOS needs for this kind of database."""
@@ -226,8 +220,9 @@ def queues_of(worker: Worker) -> list[tuple[str, dict[str, Any]]]:
 class Worker:
     """Takes runs from the queue and performs them, some at a time, until it is stopped.
 
-    It reports to the table of workers; of one that no longer does, the first that notices takes
-    over the runs. SIGTERM and ``stop`` finish the step in progress of each run; others continue.
+    It reports to the table of workers. When a worker stops reporting, the first other one to notice
+    takes over its runs. SIGTERM and ``stop`` finish the step in progress of each run; other workers
+    continue.
 
     Args:
         engine: The queue.
@@ -253,7 +248,7 @@ class Worker:
         machine: str = "",
         concurrency: int = 4,
         lease: float = 30.0,
-        opening: Callable[[DurableRun], Opening] | None = None,
+        opening: Callable[[DurableRun], Opening] = lambda run: Opening(),
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
@@ -263,7 +258,7 @@ class Worker:
         self.name = name or f"{self.machine}:{os.getpid()}:{new_id()[:6]}"
         self.concurrency = concurrency
         self.lease = lease
-        self._stopping = threading.Event()
+        self._stopping, self._has_left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._active: Counter[str] = Counter()
         """How often each workflow is executed here: again, if it was taken for lost."""
@@ -273,7 +268,6 @@ class Worker:
         self._crowd = 1
         """Workers alive when it last looked."""
         self._looked = float("-inf")
-        given: dict[str, Any] = {} if opening is None else {"opening": opening}
         self.hosting = Hosting(
             runs=runs,
             store=SqlStore(runs.database, lease=lease),
@@ -283,14 +277,14 @@ class Worker:
             worker=self.name,
             wait=2 * lease,
             is_stopping=self._stopping.is_set,
-            **given,
+            opening=opening,
         )
 
     def run(self) -> None:
         """Perform runs until SIGTERM, or until ``stop`` is called."""
         self.runs.beat(self.name, self.machine)  # first: what it takes is not to seem abandoned
         beating = threading.Thread(target=self._beat, name="wink heartbeat", daemon=True)
-        with _sigterm_calls(self.stop):
+        with sigterm_calls(self.stop, every=True):
             try:
                 self._launch()
                 beating.start()
@@ -326,7 +320,7 @@ class Worker:
         try:
             return step_by_hand(drive_whole if whole else drive, run_id, _DbosJournal(host))
         except Exception as error:
-            # DBOS will note that the workflow has failed, so nobody will go on with it.
+            # DBOS will note that the workflow has failed, so no worker will retry it.
             if _is_of_the_database(error):
                 raise Elsewhere(str(error)) from error
             _logger.exception("run %s cannot be driven", run_id)
@@ -355,7 +349,7 @@ class Worker:
         return crowd * min(1.0, self.lease / 10)
 
     def enqueue_missing(self) -> None:
-        """Enqueue the runs that were submitted or answered by somebody who could not."""
+        """Enqueue the runs that were submitted or answered by a process without DBOS."""
         for run in self.runs.to_enqueue():
             self.engine.enqueue(run)
             self.runs.mark_enqueued(run)
@@ -365,7 +359,8 @@ class Worker:
 
         Several workers may do so at once: the lease on the session decides who goes on.
         """
-        alive = {each.name for each in self.runs.workers() if each.seen <= self.lease}
+        workers = self.runs.workers()
+        alive = {each.name for each in workers if each.seen <= self.lease}
         self._crowd = len(alive)
         now = SYSTEM_CLOCK.monotonic()
         mine: dict[str, float] = {}
@@ -384,16 +379,13 @@ class Worker:
             _logger.info("taking over %s of %s", workflow, executor)
             self.engine.resume(workflow, queue)
         self._orphans = mine
-        for name in self.runs.dead_workers(10 * self.lease):
-            self.runs.leave(name)
+        for each in workers:
+            if each.seen > 10 * self.lease:
+                self.runs.leave(each.name)
 
     def _beat(self) -> None:
-        pause = threading.Event()
-        while not self._has_left:
+        while not self._has_left.wait(self.lease / 5):
             self._try(lambda: self.runs.beat(self.name, self.machine))
-            pause.wait(self.lease / 5)
-
-    _has_left = False
 
     def _leave(self) -> None:
         """Wait for the steps in progress, and hand over what we have."""
@@ -401,7 +393,7 @@ class Worker:
             while self._active:
                 self._idle.wait()
         self._try(self._hand_over)
-        self._has_left = True
+        self._has_left.set()
         self.engine.close()
         self._try(lambda: self.runs.leave(self.name))
 
@@ -425,11 +417,9 @@ class _DbosJournal:
         self._host = host
 
     async def step(self, step: Step) -> StepResult:
-        from dbos import DBOS
-
         perform = partial(_performed, self._host)
         options: Any = {"name": type(step).__name__}
-        return from_json(DBOS.run_step(options, perform, to_json(step)))
+        return from_json(_dbos().run_step(options, perform, to_json(step)))
 
     async def wait(self, run: str, approval: str) -> bool:
         return False
@@ -444,20 +434,20 @@ _worker: Worker | None = None
 
 
 def _register() -> None:
-    from dbos import DBOS
-
-    @DBOS.workflow(name=WORKFLOW, max_recovery_attempts=None)
+    @_dbos().workflow(name=WORKFLOW, max_recovery_attempts=None)
     def sitting(run_id: str, number: int, whole: bool) -> str:  # pyright: ignore
         if _worker is None:
             raise WinkError("no worker runs in this process")
         return _worker.perform(run_id, number, whole)
 
 
-def _serializer() -> Any:
-    """Return one that reads only JSON: nothing from a database is unpickled."""
-    from dbos import DBOSPortableJSONSerializer
-
-    return DBOSPortableJSONSerializer()
+def _dbos() -> type[DBOS]:
+    """Import DBOS when it is first needed: a program that submits runs does without it."""
+    try:
+        from dbos import DBOS
+    except ImportError as error:
+        raise MissingExtra("durable", "dbos") from error
+    return DBOS
 
 
 @contextmanager
@@ -477,34 +467,10 @@ def _is_of_the_database(error: Exception) -> bool:
     return isinstance(error, SQLAlchemyError | DatabaseUnavailable)
 
 
-def _quiet_logs() -> Callable[[], None]:
-    """Return a function that leads the log of DBOS to ours, at the level of warnings."""
-
-    def quiet() -> None:
-        logger = logging.getLogger("dbos")
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-        logger.propagate = True
-        logger.setLevel(logging.WARNING)
-
-    quiet()
-    return quiet
-
-
-@contextmanager
-def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
-    """Call a function on SIGTERM, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-
-    def heard(number: int, frame: object) -> None:
-        stop()
-
-    signal.signal(signal.SIGTERM, heard)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
+def _quiet_logs() -> None:
+    """Send the log of DBOS to ours, at the level of warnings."""
+    logger = logging.getLogger("dbos")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)

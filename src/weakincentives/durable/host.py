@@ -1,7 +1,7 @@
 """Opens a run in this process, from what the database and object storage have, and performs it.
 
 What a dead worker has left on disk is not used: the session comes from the database, and the branch
-is made again from the lines in it. So whoever opens a run sees exactly what is recorded.
+is rebuilt from the lines in it. So any process that opens a run sees exactly what is recorded.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weakincentives.durable.performer import NOT_OF_THE_RUN, Prepared, SessionSteps
+from weakincentives.durable.performer import NOT_OF_THE_RUN, Prepared, SessionSteps, in_words
 from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import (
     Call,
-    CallResult,
     Ended,
     Finish,
     FinishResult,
     Step,
     StepResult,
     Turn,
-    TurnResult,
+    result_of_end,
 )
 from weakincentives.errors import (
     AlreadyExists,
@@ -81,7 +80,7 @@ class Opening:
     unprotected: Sequence[str] = ()
     """Files of ours that the run may see; see ``HostFilesystem``."""
     session: Callable[[], Session] = Session
-    """Returns the session of a new run; one that is continued gets its reducers."""
+    """Returns the session of a new run; a resumed session gets its reducers."""
 
 
 Prepare = Callable[[DurableRun, HostFilesystem, Session], AbstractContextManager[Prepared]]
@@ -163,19 +162,12 @@ class _RunApprovals:
         self._run_id = run_id
 
     def ask(self, request: ApprovalRequest) -> str:
-        self._runs.ask(self._run_id, request)
-        for each in self._runs.pending(self._run_id):
-            if each.request.call_id == request.call_id and each.digest == request.digest:
-                return each.id
-        return request.call_id  # answered or withdrawn meanwhile
+        return self._runs.ask(self._run_id, request) or "the run has ended"
 
     def answered(self, request: ApprovalRequest) -> Approval | None:
         return self._runs.answered(
             self._run_id, request.call_id, request.digest, request.policy_name
         )
-
-    def is_answered(self, approval: str) -> bool:
-        return all(each.id != approval for each in self._runs.pending(self._run_id))
 
 
 class RunHost:
@@ -207,7 +199,7 @@ class RunHost:
                 self.close()
                 _logger.exception("run %s cannot be opened", self.run_id)
                 return self._failed(step, error)
-            return _result(step, ended) if ended is not None else self._steps.perform(step)
+            return result_of_end(step, ended) if ended is not None else self._steps.perform(step)
         except NOT_OF_THE_RUN as error:
             _logger.warning("run %s continues elsewhere, or later: %s", self.run_id, error)
             self.close()
@@ -215,9 +207,6 @@ class RunHost:
         except BaseException:
             self.close()
             raise
-
-    def is_answered(self, approval: str) -> bool:
-        return _RunApprovals(self._hosting.runs, self.run_id).is_answered(approval)
 
     def close(self) -> None:
         """Release the session and everything else; without effect if it is not open."""
@@ -256,17 +245,13 @@ class RunHost:
             prompt = prepared.prompt.bind(resources={OutcomeLedger: ledger})
             stack.enter_context(prompt.resources)
             self._steps = SessionSteps(
-                Prepared(
-                    adapter=prepared.adapter,
-                    prompt=prompt,
-                    options=prepared.options,
-                    message=run.task if prepared.says_task else prepared.message,
-                ),
+                replace(prepared, prompt=prompt),
                 saved.session,
+                message=run.task,
                 save=saved.save,
                 approvals=_RunApprovals(hosting.runs, run.id),
                 finish=self._finish,
-                check=self._check,
+                check=lambda: "cancelled" if hosting.runs.is_cancelled(run.id) else None,
             )
             stack.callback(self._steps.close)
             self._opened = stack.pop_all()
@@ -326,9 +311,6 @@ class RunHost:
                 materialize(found, root, self._hosting.objects)
         return root
 
-    def _check(self) -> Ended | None:
-        return "cancelled" if self._hosting.runs.is_cancelled(self.run_id) else None
-
     # The end of a sitting
 
     def _end(self, status: Ended, detail: str) -> FinishResult:
@@ -338,10 +320,9 @@ class RunHost:
         return FinishResult(status)
 
     def _failed(self, step: Step, error: Exception) -> StepResult:
-        detail = str(error) if isinstance(error, WinkError) else f"{type(error).__name__}: {error}"
         if isinstance(step, Turn | Call):
-            return _result(step, "failed", detail)
-        return self._end("failed", detail)
+            return result_of_end(step, "failed", in_words(error))
+        return self._end("failed", in_words(error))
 
     def _finish(self, step: Finish, detail: str) -> str:
         """End a sitting, with the merge of its changes; returns what the model must know first."""
@@ -417,18 +398,10 @@ def _drop_leftovers(root: Path, run_id: str, name: str) -> None:
     """Remove the branches that dead workers have left of a run."""
     for each in branches_of(root):
         if each.about.get(OF_RUN) == run_id and each.name != name:
-            with suppress(WinkError):  # one that was paused may still have it
+            with suppress(WinkError):  # a paused worker may still have it
                 drop_branch(root, each.name)
 
 
 def _how(run: DurableRun) -> Ended:
     """Return how a sitting has ended that is not to be performed."""
     return "waiting" if run.status in ("queued", "running", "waiting") else run.status
-
-
-def _result(step: Step, ended: Ended, detail: str = "") -> StepResult:
-    if isinstance(step, Turn):
-        return TurnResult(step.n, ended=ended, detail=detail)
-    if isinstance(step, Call):
-        return CallResult(success=False, ended=ended, detail=detail)
-    return FinishResult(ended)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import MissingExtra, ObjectMissing, StorageUnavailable
 from weakincentives.filesystem.transfer import ObjectStorage
-from weakincentives.runtime.stores.database import Database, Transaction
+from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def collect(
 ) -> int:
     """Remove the objects that nothing needs; returns how many.
 
-    An upload stores objects before anything refers to them, and may refer to one that is there
+    An upload stores objects before anything refers to them, and may refer to objects that exist
     already. So only those are removed that no upload has asked for in the last ``older_than``
     seconds: it must exceed the time from the begin of an upload until its lines are saved.
 
@@ -137,7 +137,7 @@ class LocalObjects:
             os.utime(place)
         except FileNotFoundError:
             return False
-        except OSError:  # of another user, or read-only: then nobody collects it either
+        except OSError:  # of another user, or read-only: then it is not collected either
             return place.exists()
         return True
 
@@ -254,41 +254,32 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+_TABLE = """
+    CREATE TABLE IF NOT EXISTS wink_objects (
+        id TEXT PRIMARY KEY, data BYTEA NOT NULL, used DOUBLE PRECISION NOT NULL)
+    """
+"""Earlier versions created it without an entry in ``wink_tables``, so it may exist."""
+
+
 class DatabaseObjects:
     """Objects in a table: nothing else to run, for workspaces that change little."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.repeat(self._create)
-
-    def _create(self, transaction: Transaction) -> None:
-        if self._database.is_postgres:  # two processes cannot create a table at once
-            transaction.execute("SELECT pg_advisory_xact_lock(hashtext('wink_objects'))")
-        transaction.execute(
-            "CREATE TABLE IF NOT EXISTS wink_objects (id TEXT PRIMARY KEY, data BYTEA NOT NULL,"
-            " used DOUBLE PRECISION NOT NULL)"
-        )
+        prepare_tables(database, "objects", [[_TABLE]])
 
     def put(self, key: str, data: bytes) -> None:
-        _checked(key)
-
-        def insert(transaction: Transaction) -> None:
-            transaction.execute(
-                f"INSERT INTO wink_objects (id, data, used) VALUES (?, ?, {transaction.now})"
-                f" ON CONFLICT (id) DO UPDATE SET used = {transaction.now}",
-                key,
-                data,
-            )
-
-        self._database.repeat(insert)
+        now = self._database.now
+        self._database.execute(
+            f"INSERT INTO wink_objects (id, data, used) VALUES (?, ?, {now})"
+            f" ON CONFLICT (id) DO UPDATE SET used = {now}",
+            _checked(key),
+            data,
+        )
 
     def get(self, key: str) -> bytes:
-        _checked(key)
-        rows = self._database.repeat(
-            lambda transaction: transaction.execute(
-                "SELECT data FROM wink_objects WHERE id = ?", key
-            )
-        )
+        sql = "SELECT data FROM wink_objects WHERE id = ?"
+        rows = self._database.execute(sql, _checked(key))
         if not rows:
             raise _missing(key, self._database.shown)
         return bytes(rows[0][0])
@@ -311,11 +302,7 @@ class DatabaseObjects:
         return wanted - self._database.repeat(find)
 
     def ages(self) -> Iterator[tuple[str, float]]:
-        rows = self._database.repeat(
-            lambda transaction: transaction.execute(
-                f"SELECT id, {transaction.now} - used FROM wink_objects"
-            )
-        )
+        rows = self._database.execute(f"SELECT id, {self._database.now} - used FROM wink_objects")
         yield from ((str(key), float(age)) for key, age in rows)
 
     def remove(self, keys: Iterable[str]) -> None:

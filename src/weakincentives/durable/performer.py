@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weakincentives.call import ToolCall
 from weakincentives.durable.steps import (
@@ -18,7 +18,9 @@ from weakincentives.durable.steps import (
     StepResult,
     Turn,
     TurnResult,
+    WholeRun,
     drive,
+    result_of_end,
 )
 from weakincentives.errors import (
     ApprovalNeeded,
@@ -33,7 +35,7 @@ from weakincentives.errors import (
 from weakincentives.events import PromptExecuted
 from weakincentives.logs import get_logger
 from weakincentives.runtime.conversation import Message, ModelTurn, PromptResponse
-from weakincentives.runtime.evaluation import Run
+from weakincentives.runtime.evaluation import Run, RunOptions
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.session import Session
 
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
     from weakincentives.media import Content
     from weakincentives.prompt.approval import Approval, ApprovalRequest
     from weakincentives.prompt.prompt import Prompt
-    from weakincentives.runtime.evaluation import RunOptions
-
-T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
@@ -64,15 +63,9 @@ class Prepared:
 
     adapter: Adapter
     prompt: Prompt[Any]
-    options: RunOptions = field(default_factory=lambda: _no_options())
+    options: RunOptions = field(default_factory=RunOptions)
     message: Content | None = None
-    """The first message."""
-    says_task: bool = True
-    """Whether the first message is the task of the run."""
-
-
-def _no_options() -> RunOptions:
-    return {}
+    """The first message: by default the task of the run. If it is empty, the prompt says it all."""
 
 
 class Approvals(Protocol):
@@ -84,8 +77,6 @@ class Approvals(Protocol):
 
     def answered(self, request: ApprovalRequest) -> Approval | None: ...
 
-    def is_answered(self, approval: str) -> bool: ...
-
 
 class SessionSteps:
     """Performs steps with a session that is open in this process.
@@ -94,6 +85,7 @@ class SessionSteps:
     record is not made again. When a step returns, ``save`` has made everything durable.
 
     Args:
+        message: The first message, unless ``prepared`` has another one.
         save: Makes the session durable, or raises.
         approvals: Without it, a call that needs a person fails the run.
         finish: Called at the end of a sitting; returns what the model must be told before the run
@@ -126,15 +118,15 @@ class SessionSteps:
         """Perform a step; a failure of the run is a result."""
         if isinstance(step, Finish):
             return self._finished(step)
+        if isinstance(step, WholeRun):
+            return FinishResult(step_by_hand(drive, step.run, LocalJournal(self)))
         ended = None if self._check is None else self._check()
-        if isinstance(step, Turn):
-            return TurnResult(step.n, ended=ended) if ended else self._turn(step)
-        if isinstance(step, Call):
-            return CallResult(ended=ended, success=False) if ended else self._call(step)
-        return FinishResult(step_by_hand(drive, step.run, LocalJournal(self)))
-
-    def is_answered(self, approval: str) -> bool:
-        return self._approvals is not None and self._approvals.is_answered(approval)
+        if ended:
+            return result_of_end(step, ended)
+        try:
+            return self._turn(step) if isinstance(step, Turn) else self._call(step)
+        except Exception as error:
+            return result_of_end(step, "failed", self._failed(error))
 
     def close(self) -> None:
         """Let go of the session and the model, without a record of an end."""
@@ -145,28 +137,25 @@ class SessionSteps:
     # Turns
 
     def _turn(self, step: Turn) -> TurnResult:
-        try:
-            run = self._open()
-            taken = sum(each.role == "model" for each in run.messages)
-            n = step.n or max(taken, 1)
-            if n > taken + 1:
-                raise WinkError(f"turn {n} follows turn {taken + 1}, which is not in the session")
-            if n > taken:
-                run.add_answers()
-                turn = step_by_hand(run.take_turn)
-                is_last = True
-            else:
-                turn, is_last = _turn_on_record(run, n)
-            if turn.tool_calls:
-                self._save()
-                return TurnResult(n, tuple((each.id, each.name) for each in turn.tool_calls))
-            response = run.conclude(turn) if is_last else None
-            if response is not None:
-                self._end(response)
+        run = self._open()
+        taken = sum(each.role == "model" for each in run.messages)
+        n = step.n or max(taken, 1)
+        if n > taken + 1:
+            raise WinkError(f"turn {n} follows turn {taken + 1}, which is not in the session")
+        if n > taken:
+            run.add_answers()
+            turn = step_by_hand(run.take_turn)
+            is_last = True
+        else:
+            turn, is_last = _turn_on_record(run, n)
+        if turn.tool_calls:
             self._save()
-            return TurnResult(n, ended=None if response is None else "done")
-        except Exception as error:
-            return TurnResult(step.n, ended="failed", detail=self._failed(error))
+            return TurnResult(n, tuple((each.id, each.name) for each in turn.tool_calls))
+        response = run.conclude(turn) if is_last else None
+        if response is not None:
+            self._end(response)
+        self._save()
+        return TurnResult(n, ended=None if response is None else "done")
 
     def _open(self) -> Run:
         """Return the run, with the conversation as the session has it."""
@@ -199,8 +188,8 @@ class SessionSteps:
     def _failed(self, error: Exception) -> str:
         """Record a failure of the run and return it in words; raise what is not one of the run.
 
-        The session may not be ours any more, or the database out of reach: whoever continues the
-        run finds it as it was.
+        The session may not be ours any more, or the database out of reach: the
+        process that continues the run finds it as it was.
         """
         if isinstance(error, NOT_OF_THE_RUN):
             raise error
@@ -209,21 +198,18 @@ class SessionSteps:
         self._save()
         self._end(error)
         self._save()
-        return str(error) if isinstance(error, WinkError) else f"{type(error).__name__}: {error}"
+        return in_words(error)
 
     # Calls
 
     def _call(self, step: Call) -> CallResult:
-        try:
-            run = self._open()
-            call = self._call_of(run, step)
-            result = self._made(run, call)
-            self._save()
-            if isinstance(result, str):
-                return CallResult(success=False, waits_for=result)
-            return CallResult(success=result)
-        except Exception as error:
-            return CallResult(success=False, ended="failed", detail=self._failed(error))
+        run = self._open()
+        call = self._call_of(run, step)
+        result = self._made(run, call)
+        self._save()
+        if isinstance(result, str):
+            return CallResult(success=False, waits_for=result)
+        return CallResult(success=result)
 
     def _call_of(self, run: Run, step: Call) -> ToolCall:
         for message in reversed(run.messages):
@@ -265,6 +251,10 @@ class SessionSteps:
             return FinishResult(step.status, goes_on=True)
         self.close()
         return FinishResult(step.status)
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, WinkError) else f"{type(error).__name__}: {error}"
 
 
 def _turn_on_record(run: Run, n: int) -> tuple[ModelTurn, bool]:

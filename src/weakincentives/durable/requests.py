@@ -83,7 +83,7 @@ def serving(
                 adapter=adapter,
                 prompt=prompt,
                 options={"config": loop.config, "run_context": ids},
-                says_task=False,
+                message="",
             )
         finally:
             stop()

@@ -7,19 +7,18 @@ person, and their answer begins the next sitting in the same transaction that re
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded, StoreRefused
-from weakincentives.prompt.approval import Approval, ApprovalRequest
-from weakincentives.runtime.stores.database import Database, Transaction
+from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded
+from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
+from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
 from weakincentives.serde import freeze, thaw
 from weakincentives.text import letters
 
@@ -28,9 +27,6 @@ T = TypeVar("T")
 Status = Literal["queued", "running", "waiting", "done", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 UNFINISHED: tuple[Status, ...] = ("queued", "running", "waiting")
-_VERSION = 1
-_LOCK = 0x77696E6B
-"""The advisory lock under which PostgreSQL creates the tables."""
 _MARKS = (3, 3, 3, 4, 4, 5, 6, 8)
 """Letters of a mark, for one try after the other: they are short as long as few runs have one."""
 
@@ -75,7 +71,7 @@ class DurableRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingApproval:
-    """A request that nobody has answered yet."""
+    """A request without an answer."""
 
     id: str
     run: str
@@ -113,7 +109,9 @@ class Runs:
     def __init__(self, database: Database, *, patience: float = 60.0) -> None:
         self.database = database
         self._patience = patience
-        self._do(_create)
+        # Ids sort by their bytes, whatever the language of the database: prefixes are ranges.
+        collation = ' COLLATE "C"' if database.is_postgres else ""
+        prepare_tables(database, "runs", [[each.format(C=collation) for each in _TABLES]])
 
     # Runs
 
@@ -184,41 +182,32 @@ class Runs:
     ) -> list[DurableRun]:
         """Return the runs with one of these statuses, oldest first; with a limit, the newest."""
         wanted = STATUSES if status is None else [status] if isinstance(status, str) else status
-        most = -1 if limit is None else limit
+        most = "" if limit is None else f" LIMIT {limit:d}"
+        where = f"WHERE status = ? ORDER BY submitted_at DESC, id DESC{most}"
 
         def work(transaction: Transaction) -> list[DurableRun]:
-            found: list[DurableRun] = []
-            for each in dict.fromkeys(wanted):  # one by one: each is a range of the index
-                end = "" if most < 0 else f" LIMIT {most:d}"
-                where = f"WHERE status = ? ORDER BY submitted_at DESC, id DESC{end}"
-                found += _select(transaction, where, each)
-            return found
+            return [
+                run
+                for each in dict.fromkeys(wanted)  # one by one: each is a range of the index
+                for run in _select(transaction, where, each)
+            ]
 
-        found = sorted(self._do(work), key=lambda each: (each.submitted_at, each.id), reverse=True)
-        return found[: None if most < 0 else most][::-1]
+        found = sorted(self._do(work), key=lambda each: (each.submitted_at, each.id))
+        return found if limit is None else found[max(len(found) - limit, 0) :]
 
     def count(self) -> dict[Status, int]:
         """Return how many runs have each status."""
-
-        def work(transaction: Transaction) -> dict[Status, int]:
-            rows = transaction.execute("SELECT status, count(*) FROM wink_runs GROUP BY status")
-            return {cast("Status", status): int(count) for status, count in rows}
-
-        return self._do(work)
+        rows = self._execute("SELECT status, count(*) FROM wink_runs GROUP BY status")
+        return {status: int(count) for status, count in rows}
 
     def begin(self, run_id: str, sitting: int, worker: str) -> bool:
         """Note that a worker performs a sitting; False if that is not, or no longer, to be done."""
-
-        def work(transaction: Transaction) -> bool:
-            changed = transaction.changed(
-                "UPDATE wink_runs SET status = 'running', worker = ?, detail = '', "
-                f"updated_at = {transaction.now} "
-                "WHERE id = ? AND sitting = ? AND status IN ('queued', 'running')",
-                worker, run_id, sitting,
-            )  # fmt: skip
-            return changed > 0
-
-        return self._do(work)
+        sql = (
+            "UPDATE wink_runs SET status = 'running', worker = ?, detail = '', "
+            f"updated_at = {self.database.now} "
+            "WHERE id = ? AND sitting = ? AND status IN ('queued', 'running')"
+        )
+        return self._do(lambda transaction: transaction.changed(sql, worker, run_id, sitting)) > 0
 
     def end(self, run_id: str, sitting: int, status: Status, detail: str = "") -> DurableRun | None:
         """Note how a sitting ended, unless it is not the current one or the run was cancelled.
@@ -237,8 +226,7 @@ class Runs:
                 return _next_sitting(transaction, run)
             if status != "waiting":
                 _withdraw(transaction, run_id)
-            _set_status(transaction, run_id, status, detail)
-            return _locked(transaction, run_id)
+            return _set_status(transaction, run, status, detail)
 
         return self._do(work)
 
@@ -254,21 +242,16 @@ class Runs:
             run = self._known(_locked(transaction, run_id), run_id)
             if run.status in ("done", "failed"):
                 raise RunAlreadyEnded(f"{run_id} has ended: it is {run.status}")
-            if run.status != "cancelled":
-                _withdraw(transaction, run_id)
-                _set_status(transaction, run_id, "cancelled", "")
-            return self._known(_locked(transaction, run_id), run_id)
+            if run.status == "cancelled":
+                return run
+            _withdraw(transaction, run_id)
+            return _set_status(transaction, run, "cancelled")
 
         return self._do(work)
 
     def is_cancelled(self, run_id: str) -> bool:
-        """Whether a run was cancelled."""
-
-        def work(transaction: Transaction) -> bool:
-            rows = transaction.execute("SELECT status FROM wink_runs WHERE id = ?", run_id)
-            return bool(rows) and rows[0][0] == "cancelled"
-
-        return self._do(work)
+        rows = self._execute("SELECT status FROM wink_runs WHERE id = ?", run_id)
+        return rows == [("cancelled",)]
 
     def to_enqueue(self, limit: int = 100) -> list[DurableRun]:
         """Return queued runs whose workflow may be missing, oldest first.
@@ -281,12 +264,8 @@ class Runs:
 
     def mark_enqueued(self, run: DurableRun) -> None:
         """Note that the workflow of a run's sitting is in the queue."""
-        self._do(
-            lambda transaction: transaction.changed(
-                "UPDATE wink_runs SET enqueued = ? WHERE id = ? AND enqueued < ?",
-                run.sitting, run.id, run.sitting,
-            )
-        )  # fmt: skip
+        sql = "UPDATE wink_runs SET enqueued = ? WHERE id = ? AND enqueued < ?"
+        self._execute(sql, run.sitting, run.id, run.sitting)
 
     # Approvals that last
 
@@ -330,19 +309,16 @@ class Runs:
         return self._do(work)
 
     def pending(self, run_id: str | None = None) -> list[WaitingApproval]:
-        """Return what a run, or all runs, ask and nobody has answered, oldest first."""
+        """Return the open requests of a run, or of all runs, oldest first."""
         where, values = ("", ()) if run_id is None else (" AND run = ?", (run_id,))
-
-        def work(transaction: Transaction) -> list[tuple[Any, ...]]:
-            return transaction.execute(
-                "SELECT id, run, request, asked_at FROM wink_approvals WHERE state = 'open'"
-                f"{where} ORDER BY asked_at, id",
-                *values,
-            )
-
+        rows = self._execute(
+            "SELECT id, run, request, asked_at FROM wink_approvals WHERE state = 'open'"
+            f"{where} ORDER BY asked_at, id",
+            *values,
+        )
         return [
             WaitingApproval(id=name, run=run, request=thaw(json.loads(request)), since=float(at))
-            for name, run, request, at in self._do(work)
+            for name, run, request, at in rows
         ]
 
     def answer(
@@ -371,7 +347,7 @@ class Runs:
         """
         key = new_id()  # a repeated transaction knows its own answer
         edited = None if arguments is None else json.dumps(dict(arguments))
-        who = by or _user()
+        who = by or answering_user()
 
         def work(transaction: Transaction) -> DurableRun:
             of = transaction.execute("SELECT run FROM wink_approvals WHERE id = ?", approval_id)
@@ -405,70 +381,46 @@ class Runs:
     ) -> Approval | None:
         """Return the answer to what was asked for a call, if there is one."""
         where, values = ("", ()) if policy is None else (" AND policy = ?", (policy,))
-
-        def work(transaction: Transaction) -> list[tuple[Any, ...]]:
-            return transaction.execute(
-                "SELECT approved, answered_by, reason, arguments FROM wink_approvals WHERE run = ?"
-                f" AND call_id = ? AND digest = ? AND state = 'answered'{where}",
-                run_id, call_id, digest, *values,
-            )  # fmt: skip
-
-        rows = self._do(work)
+        rows = self._execute(
+            "SELECT approved, answered_by, reason, arguments FROM wink_approvals WHERE run = ?"
+            f" AND call_id = ? AND digest = ? AND state = 'answered'{where}",
+            run_id, call_id, digest, *values,
+        )  # fmt: skip
         if not rows:
             return None
         approved, who, reason, edited = rows[0]
         arguments = None if edited is None else json.loads(edited)
         return Approval(bool(approved), str(who), str(reason), arguments=arguments)
 
-    def is_answered(self, approval_id: str) -> bool:
-        """Whether a request has an answer."""
-
-        def work(transaction: Transaction) -> bool:
-            rows = transaction.execute("SELECT state FROM wink_approvals WHERE id = ?", approval_id)
-            return bool(rows) and rows[0][0] == "answered"
-
-        return self._do(work)
-
     # Workers
 
     def beat(self, worker: str, machine: str) -> None:
         """Note that a worker is alive."""
-        self._do(
-            lambda transaction: transaction.execute(
-                f"INSERT INTO wink_workers (name, machine, seen) VALUES (?, ?, {transaction.now})"
-                " ON CONFLICT (name) DO UPDATE SET machine = excluded.machine,"
-                " seen = excluded.seen",
-                worker, machine,
-            )
+        self._execute(
+            f"INSERT INTO wink_workers (name, machine, seen) VALUES (?, ?, {self.database.now})"
+            " ON CONFLICT (name) DO UPDATE SET machine = excluded.machine, seen = excluded.seen",
+            worker, machine,
         )  # fmt: skip
 
     def leave(self, worker: str) -> None:
         """Forget a worker: it has stopped, or its runs were taken over."""
-        self._do(
-            lambda transaction: transaction.execute(
-                "DELETE FROM wink_workers WHERE name = ?", worker
-            )
-        )
+        self._execute("DELETE FROM wink_workers WHERE name = ?", worker)
 
     def workers(self) -> list[KnownWorker]:
         """Return the workers that have reported and not left, by name."""
-
-        def work(transaction: Transaction) -> list[tuple[Any, ...]]:
-            return transaction.execute(
-                f"SELECT name, machine, {transaction.now} - seen FROM wink_workers ORDER BY name"
-            )
-
+        rows = self._execute(
+            f"SELECT name, machine, {self.database.now} - seen FROM wink_workers ORDER BY name"
+        )
         return [
             KnownWorker(name=name, machine=machine, seen=max(0.0, float(seen)))
-            for name, machine, seen in self._do(work)
+            for name, machine, seen in rows
         ]
-
-    def dead_workers(self, after: float) -> list[str]:
-        """Return the workers that have not reported for so many seconds."""
-        return [each.name for each in self.workers() if each.seen > after]
 
     def _do(self, work: Callable[[Transaction], T]) -> T:
         return self.database.repeat(work, patience=self._patience)
+
+    def _execute(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self.database.execute(sql, *values, patience=self._patience)
 
     def _known(self, run: DurableRun | None, run_id: str) -> DurableRun:
         if run is None:
@@ -479,102 +431,64 @@ class Runs:
 # The tables
 
 _TABLES = (
-    "CREATE TABLE wink_runs (id TEXT{C} PRIMARY KEY, mark TEXT NOT NULL, submit_key TEXT NOT NULL,"
-    " task TEXT NOT NULL, status TEXT NOT NULL, about TEXT NOT NULL, machine TEXT NOT NULL,"
-    " part TEXT NOT NULL, sitting BIGINT NOT NULL, enqueued BIGINT NOT NULL,"
-    " submitted_at DOUBLE PRECISION NOT NULL, updated_at DOUBLE PRECISION NOT NULL,"
-    " worker TEXT NOT NULL, detail TEXT NOT NULL)",
-    "CREATE UNIQUE INDEX wink_runs_mark ON wink_runs (mark)",
-    "CREATE UNIQUE INDEX wink_runs_key ON wink_runs (submit_key)",
-    "CREATE INDEX wink_runs_status ON wink_runs (status, submitted_at, id)",
-    "CREATE INDEX wink_runs_missing ON wink_runs (updated_at)"
+    """
+    CREATE TABLE IF NOT EXISTS wink_runs (
+        id TEXT{C} PRIMARY KEY, mark TEXT NOT NULL, submit_key TEXT NOT NULL, task TEXT NOT NULL,
+        status TEXT NOT NULL, about TEXT NOT NULL, machine TEXT NOT NULL, part TEXT NOT NULL,
+        sitting BIGINT NOT NULL, enqueued BIGINT NOT NULL, submitted_at DOUBLE PRECISION NOT NULL,
+        updated_at DOUBLE PRECISION NOT NULL, worker TEXT NOT NULL, detail TEXT NOT NULL)
+    """,
+    "CREATE UNIQUE INDEX IF NOT EXISTS wink_runs_mark ON wink_runs (mark)",
+    "CREATE UNIQUE INDEX IF NOT EXISTS wink_runs_key ON wink_runs (submit_key)",
+    "CREATE INDEX IF NOT EXISTS wink_runs_status ON wink_runs (status, submitted_at, id)",
+    "CREATE INDEX IF NOT EXISTS wink_runs_missing ON wink_runs (updated_at)"
     " WHERE status = 'queued' AND enqueued < sitting",
-    "CREATE TABLE wink_approvals (id TEXT PRIMARY KEY, run TEXT NOT NULL, call_id TEXT NOT NULL,"
-    " policy TEXT NOT NULL, digest TEXT NOT NULL, request TEXT NOT NULL, sitting BIGINT NOT NULL,"
-    " state TEXT NOT NULL, asked_at DOUBLE PRECISION NOT NULL, approved BIGINT, reason TEXT,"
-    " arguments TEXT, answered_by TEXT, answer_key TEXT, answered_at DOUBLE PRECISION)",
-    "CREATE UNIQUE INDEX wink_approvals_call ON wink_approvals (run, call_id, policy, digest)",
-    "CREATE INDEX wink_approvals_open ON wink_approvals (asked_at) WHERE state = 'open'",
-    "CREATE TABLE wink_workers (name TEXT PRIMARY KEY, machine TEXT NOT NULL,"
-    " seen DOUBLE PRECISION NOT NULL)",
+    """
+    CREATE TABLE IF NOT EXISTS wink_approvals (
+        id TEXT PRIMARY KEY, run TEXT NOT NULL, call_id TEXT NOT NULL, policy TEXT NOT NULL,
+        digest TEXT NOT NULL, request TEXT NOT NULL, sitting BIGINT NOT NULL, state TEXT NOT NULL,
+        asked_at DOUBLE PRECISION NOT NULL, approved BIGINT, reason TEXT, arguments TEXT,
+        answered_by TEXT, answer_key TEXT, answered_at DOUBLE PRECISION)
+    """,
+    "CREATE UNIQUE INDEX IF NOT EXISTS wink_approvals_call"
+    " ON wink_approvals (run, call_id, policy, digest)",
+    "CREATE INDEX IF NOT EXISTS wink_approvals_open ON wink_approvals (asked_at)"
+    " WHERE state = 'open'",
+    """
+    CREATE TABLE IF NOT EXISTS wink_workers (
+        name TEXT PRIMARY KEY, machine TEXT NOT NULL, seen DOUBLE PRECISION NOT NULL)
+    """,
 )
-_COLUMNS = (
-    "id, task, status, about, machine, part, sitting, submitted_at, updated_at, worker, detail"
-)
-
-
-def _create(transaction: Transaction) -> None:
-    """Create the tables. Processes that do so at once wait for each other."""
-    is_postgres = bool(transaction.for_update)
-    if is_postgres:  # CREATE TABLE IF NOT EXISTS fails if two do it at once
-        transaction.execute("SELECT pg_advisory_xact_lock(?)", _LOCK)
-    transaction.execute("CREATE TABLE IF NOT EXISTS wink_runs_version (version BIGINT NOT NULL)")
-    rows = transaction.execute("SELECT version FROM wink_runs_version")
-    if rows and int(rows[0][0]) > _VERSION:
-        raise StoreRefused(
-            "the tables of runs belong to a newer version of wink: update this installation"
-        )
-    if rows:
-        return
-    # Ids sort by their bytes, whatever the language of the database: prefixes are ranges.
-    for statement in _TABLES:
-        transaction.execute(statement.replace("{C}", ' COLLATE "C"' if is_postgres else ""))
-    transaction.execute("INSERT INTO wink_runs_version (version) VALUES (?)", _VERSION)
+"""Earlier versions created them without an entry in ``wink_tables``, so they may exist."""
+_COLUMNS = ", ".join({"partition": "part"}.get(each.name, each.name) for each in fields(DurableRun))
 
 
 def _select(transaction: Transaction, where: str, *values: Any) -> list[DurableRun]:
     rows = transaction.execute(f"SELECT {_COLUMNS} FROM wink_runs {where}", *values)
-    return [_run(*row) for row in rows]
-
-
-def _run(
-    run_id: str,
-    task: str,
-    status: Status,
-    about: str,
-    machine: str,
-    partition: str,
-    sitting: int,
-    submitted_at: float,
-    updated_at: float,
-    worker: str,
-    detail: str,
-) -> DurableRun:
-    return DurableRun(
-        id=run_id,
-        task=task,
-        status=status,
-        about=json.loads(about),
-        machine=machine,
-        partition=partition,
-        sitting=int(sitting),
-        submitted_at=float(submitted_at),
-        updated_at=float(updated_at),
-        worker=worker,
-        detail=detail,
-    )
+    names = [each.name for each in fields(DurableRun)]
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    return [DurableRun(**{**each, "about": json.loads(each["about"])}) for each in found]
 
 
 def _locked(transaction: Transaction, run_id: str) -> DurableRun | None:
-    """Return a run, which nobody else changes until the end of the transaction."""
+    """Return a run, and lock it until the end of the transaction."""
     rows = _select(transaction, f"WHERE id = ?{transaction.for_update}", run_id)
     return rows[0] if rows else None
 
 
-def _set_status(transaction: Transaction, run_id: str, status: Status, detail: str) -> None:
+def _set_status(
+    transaction: Transaction, run: DurableRun, status: Status, detail: str = "", sitting: int = 0
+) -> DurableRun:
     transaction.execute(
-        f"UPDATE wink_runs SET status = ?, detail = ?, updated_at = {transaction.now} WHERE id = ?",
-        status, _storable(detail), run_id,
+        "UPDATE wink_runs SET status = ?, detail = ?, sitting = ?,"
+        f" updated_at = {transaction.now} WHERE id = ?",
+        status, _storable(detail), sitting or run.sitting, run.id,
     )  # fmt: skip
+    return _select(transaction, "WHERE id = ?", run.id)[0]
 
 
 def _next_sitting(transaction: Transaction, run: DurableRun) -> DurableRun:
-    transaction.execute(
-        "UPDATE wink_runs SET status = 'queued', sitting = ?, detail = '',"
-        f" updated_at = {transaction.now} WHERE id = ?",
-        run.sitting + 1, run.id,
-    )  # fmt: skip
-    return cast("DurableRun", _locked(transaction, run.id))
+    return _set_status(transaction, run, "queued", sitting=run.sitting + 1)
 
 
 def _answered_in(transaction: Transaction, run_id: str, sitting: int) -> bool:
@@ -606,10 +520,3 @@ def _mark(run_id: str) -> str:
 def _storable(text: str) -> str:
     """Return a text without what a database refuses; it may come from a model."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "another process"

@@ -85,6 +85,15 @@ StepResult: TypeAlias = TurnResult | CallResult | FinishResult
 """What an engine records of a step."""
 
 
+def result_of_end(step: Step, ended: Ended, detail: str = "") -> StepResult:
+    """Return the result of a step after which the run has ended."""
+    if isinstance(step, Turn):
+        return TurnResult(step.n, ended=ended, detail=detail)
+    if isinstance(step, Call):
+        return CallResult(success=False, ended=ended, detail=detail)
+    return FinishResult(ended)
+
+
 class Journal(Protocol):
     """Where an engine records the steps of one sitting, so that it can be repeated."""
 
@@ -142,17 +151,12 @@ class Performer(Protocol):
 
     def perform(self, step: Step) -> StepResult: ...
 
-    def is_answered(self, approval: str) -> bool: ...
-
 
 @dataclass(slots=True)
 class LocalJournal:
     """Performs every step here and now, and records nothing: the session has all of it."""
 
     performer: Performer
-    waits: bool = False
-    """Whether to wait here for the answers of people, instead of ending."""
-    poll: float = 0.2
     steps: list[tuple[Step, StepResult]] = field(default_factory=list[tuple[Step, StepResult]])
     """What was performed."""
 
@@ -162,11 +166,7 @@ class LocalJournal:
         return result
 
     async def wait(self, run: str, approval: str) -> bool:
-        from threading import Event
-
-        while self.waits and not self.performer.is_answered(approval):
-            Event().wait(self.poll)
-        return self.waits
+        return False
 
 
 # As JSON

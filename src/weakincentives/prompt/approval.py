@@ -219,6 +219,16 @@ class Approval:
     """Approve such calls without asking for the rest of the session. It must cover this call."""
 
 
+def answering_user() -> str:
+    """Return who answers an approval by default: this user."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "another process"
+
+
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True)
 class StandingApproval:

@@ -62,10 +62,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.rewind import rewind_run as rewind_run
     from weakincentives.runtime.saved import AttachedLines as AttachedLines
     from weakincentives.runtime.saved import SavedSession as SavedSession
-    from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
     from weakincentives.runtime.saved import UserMessage as UserMessage
-    from weakincentives.runtime.saved import compact_session as compact_session
-    from weakincentives.runtime.stores.copies import copy_session as copy_session
     from weakincentives.runtime.stores.database import Database as Database
     from weakincentives.runtime.stores.files import FileStore as FileStore
     from weakincentives.runtime.stores.logs import LeasedLog as LeasedLog
@@ -73,6 +70,9 @@ if TYPE_CHECKING:
     from weakincentives.runtime.stores.logs import SavePlace as SavePlace
     from weakincentives.runtime.stores.logs import SessionLog as SessionLog
     from weakincentives.runtime.stores.logs import SessionStore as SessionStore
+    from weakincentives.runtime.stores.saves import SavedSessionData as SavedSessionData
+    from weakincentives.runtime.stores.saves import compact_session as compact_session
+    from weakincentives.runtime.stores.saves import copy_session as copy_session
     from weakincentives.runtime.stores.sql import SqlStore as SqlStore
     from weakincentives.runtime.tool_call import aexecute_tool as aexecute_tool
     from weakincentives.runtime.tool_call import aexecute_tools as aexecute_tools

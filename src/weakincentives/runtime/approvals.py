@@ -10,7 +10,6 @@ a killed one has left is never shown.
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused, SnapshotError
 from weakincentives.filesystem.tree import remove_path
 from weakincentives.logs import get_logger
-from weakincentives.prompt.approval import Approval, ApprovalRequest
+from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.serde import freeze, thaw
 from weakincentives.state import Seals, no_links
@@ -206,7 +205,7 @@ def answer_approval(
         raise AnswerRefused("this is not what is asked now; look at it again")
     values = {
         "approved": approved,
-        "by": by or _user(),
+        "by": by or answering_user(),
         "reason": reason,
         "arguments": None if arguments is None else dict(arguments),
     }
@@ -247,13 +246,6 @@ def _is_waiting(folder: Path) -> bool:
             return locks.is_taken(file.fileno())
     except OSError:
         return False
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "another process"
 
 
 # Files

@@ -16,7 +16,7 @@ from weakincentives.call import ToolCall
 from weakincentives.filesystem import Committed, FilesAt
 from weakincentives.runtime.conversation import Message, still_seen
 from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, Moment
-from weakincentives.runtime.saved import SavedSessionData
+from weakincentives.runtime.stores.saves import SavedSessionData
 from weakincentives.session import Session
 from weakincentives.slices import Slice
 

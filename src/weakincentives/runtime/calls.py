@@ -50,12 +50,8 @@ from weakincentives.runtime.at import (
 )
 from weakincentives.runtime.conversation import Message, still_seen
 from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, fields_of
-from weakincentives.runtime.saved import (
-    SavedSession,
-    SavedSessionData,
-    inherited_calls,
-    not_undone,
-)
+from weakincentives.runtime.saved import SavedSession, not_undone
+from weakincentives.runtime.stores.saves import SavedSessionData, inherited_calls
 from weakincentives.serde.exact import plain, thaw
 from weakincentives.session import Session
 from weakincentives.slices import Slice

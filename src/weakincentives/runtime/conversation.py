@@ -72,7 +72,7 @@ def last_conversation(
 ) -> list[Message]:
     """Return the last conversation, or the last one of a prompt, without what was rewound.
 
-    The last one is the one that was continued last: a rewind may have gone back to an older one.
+    That is the conversation continued last: a rewind may have gone back to an older one.
     """
     by_id: dict[str, list[Message]] = {}
     for message in session[Message].newest_first():

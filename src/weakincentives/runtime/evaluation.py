@@ -418,7 +418,9 @@ class Run:
     def conclude(self, turn: ModelTurn) -> PromptResponse[Any] | None:
         """Return the response if a turn without calls is the last; else the model was told why."""
         response = None if self._receive() else self._finished(turn)
-        return response if response is not None and self._takes_no_more() else None
+        if self._inbox is None or response is None:
+            return response
+        return response if self._inbox.close(if_empty=True) else None
 
     async def end(self, outcome: PromptResponse[Any] | BaseException | None) -> None:
         """Record how the run ended, and let go of the session and the model."""
@@ -436,22 +438,23 @@ class Run:
         self._stop_listening()
         try:
             if outcome is not None:
-                self._record(self._started, reason)
+                self._log(
+                    PromptExecuted(
+                        prompt_ns=self._prompt.ns,
+                        prompt_key=self._prompt.key,
+                        adapter=self._model.name,
+                        stop_reason=reason,
+                        timestamp=self._started,
+                        duration=self._clock.time() - self._started,
+                        usage=self._usage,
+                    )
+                )
         finally:  # even if a reducer fails on the record, no program may be left running
             await self._wait_for(self._model.end_run, self._model.needs_loop)
         if isinstance(outcome, PromptResponse):
             self._emit(RunEnded, outcome)
 
-    def _record(self, started: float, reason: str) -> None:
-        event = PromptExecuted(
-            prompt_ns=self._prompt.ns,
-            prompt_key=self._prompt.key,
-            adapter=self._model.name,
-            stop_reason=reason,
-            timestamp=started,
-            duration=self._clock.time() - started,
-            usage=self._usage,
-        )
+    def _log(self, event: object) -> None:
         self._session.dispatch(event)
         self._session.dispatcher.publish(event)
 
@@ -509,8 +512,7 @@ class Run:
         message = Message(**fields, conversation=self._conversation, depth=self._depth)
         self._messages.append(message)
         self._shown.add(message)
-        self._session.dispatch(message)
-        self._session.dispatcher.publish(message)
+        self._log(message)
 
     def _say(self, message: Content, **fields: Any) -> None:
         text, media = split_content(message)
@@ -580,9 +582,6 @@ class Run:
             self._add_message(role="user", text=text, sent_id=sent_id)
             self._emit(MessageReceived, text)
         return bool(new)
-
-    def _takes_no_more(self) -> bool:
-        return self._inbox is None or self._inbox.close(if_empty=True)
 
     def _open_calls(self) -> list[ToolCall]:
         """Return the calls of the last turn that have no answer."""
@@ -746,8 +745,7 @@ class Run:
             model=self._model_name,
             was_rejected=was_rejected,
         )
-        self._session.dispatch(record)
-        self._session.dispatcher.publish(record)
+        self._log(record)
         self._render()  # it may offer the tool that reads the rest
         shown.measure(self._offered())
         self._emit(lambda: record)

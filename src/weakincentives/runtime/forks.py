@@ -19,7 +19,8 @@ from weakincentives.filesystem.store import location_of
 from weakincentives.runtime.at import data_at, moment_of, outermost, talk_at
 from weakincentives.runtime.calls import Call, Calls, Run, new_mark, new_run
 from weakincentives.runtime.index import MESSAGES, RECORDS, fields_of
-from weakincentives.runtime.saved import INHERITED, SavedSession, SavedSessionData
+from weakincentives.runtime.saved import SavedSession
+from weakincentives.runtime.stores.saves import INHERITED, SavedSessionData
 
 RUN = "run"
 """What a branch says about itself: the mark of the run that it was made for."""

@@ -162,7 +162,7 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         main thread receives signals.
         """
         served = 0
-        with _sigterm_calls(self.stop):
+        with sigterm_calls(self.stop):
             while (job := self._requests.get()) is not None:
                 request, future = job
                 if self._stopped.is_set():
@@ -211,16 +211,20 @@ def _forwarded(events: Dispatcher, bus: Dispatcher) -> Generator[None]:
 
 
 @contextmanager
-def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
-    """Call a function on the first SIGTERM; the next one has its previous effect."""
+def sigterm_calls(stop: Callable[[], None], *, every: bool = False) -> Generator[None]:
+    """Call a function on SIGTERM, in the main thread; the next one has its previous effect.
+
+    With ``every``, the next one calls it, too.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def heard(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, before)
-        _logger.info("SIGTERM: finishing the requests in progress")
+        if not every:
+            signal.signal(signal.SIGTERM, before)
+        _logger.info("SIGTERM: finishing what is in progress")
         stop()
 
     signal.signal(signal.SIGTERM, heard)

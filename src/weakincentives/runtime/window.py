@@ -108,10 +108,7 @@ class ShortenAndSummarize(_Compacting):
         shown = [*_short(messages[:newest], self.keep_chars), *messages[newest:]]
         if room.count(shown) <= goal:
             return shown
-        for keep in _KEPT_CHARS:
-            if room.count([task, *shown[newest:]]) <= goal:
-                break
-            shown[newest:] = _short(shown[newest:], keep)
+        shown[newest:] = _fitting([task, *shown[newest:]], room, goal)[1:]
         if room.count(shown) <= goal:
             return shown
         cuts = [cut for cut in turns if cut > 1]
@@ -120,10 +117,7 @@ class ShortenAndSummarize(_Compacting):
         # The fewest turns whose removal is enough, with room for the summary.
         plain = _without_summary(task)
         spare = min(max(goal - room.count([plain]), 0) // 2, _MAX_SUMMARY)
-        enough = bisect_left(
-            cuts, True, key=lambda cut: room.count([plain, *shown[cut:]]) <= goal - spare
-        )
-        cut = cuts[min(enough, len(cuts) - 1)]
+        cut = _first_cut(cuts, plain, shown, room, goal - spare)
         summary = await room.summarize([task, *shown[1:cut]], max(spare * 2, 200))
         said = _said(task, messages[1:cut])
         return _shown_after(plain, summary, said, shown[cut:], room, goal)
@@ -138,10 +132,7 @@ class DropOldest(_Compacting):
         if room.count(messages) <= goal:
             return messages
         turns, plain = _turns(messages), _without_summary(task)
-        enough = bisect_left(
-            turns, True, key=lambda cut: room.count([plain, *messages[cut:]]) <= goal
-        )
-        cut = turns[min(enough, len(turns) - 1)] if turns else 1
+        cut = _first_cut(turns, plain, messages, room, goal) if turns else 1
         if cut > 1:
             said = _said(task, messages[1:cut])
             messages = _shown_after(plain, _DROPPED, said, messages[cut:], room, goal)
@@ -151,6 +142,14 @@ class DropOldest(_Compacting):
 def _turns(messages: Sequence[Message]) -> list[int]:
     """Return where the model's turns begin."""
     return [place for place, message in enumerate(messages) if message.role == "model"]
+
+
+def _first_cut(
+    cuts: Sequence[int], task: Message, messages: Sequence[Message], room: Room, goal: int
+) -> int:
+    """Return the first place from which on the messages fit with the task, or the last place."""
+    enough = bisect_left(cuts, True, key=lambda cut: room.count([task, *messages[cut:]]) <= goal)
+    return cuts[min(enough, len(cuts) - 1)]
 
 
 def _short(messages: Iterable[Message], keep: int) -> list[Message]:

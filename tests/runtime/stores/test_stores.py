@@ -40,6 +40,7 @@ from weakincentives.errors import (
     SessionError,
     SessionInUse,
     SnapshotError,
+    StoreRefused,
     WinkError,
 )
 from weakincentives.media import Media
@@ -55,7 +56,7 @@ from weakincentives.runtime import (
     copy_session,
 )
 from weakincentives.runtime.ledger import CallOutcome
-from weakincentives.runtime.saved import Saves
+from weakincentives.runtime.stores.saves import Saves
 
 
 @pytest.fixture(params=ALL)
@@ -713,7 +714,7 @@ def test_tables_of_a_newer_version_are_left_alone(database: Place):
     database.create().close()
     database.sql("UPDATE wink_tables SET version = 99")
 
-    with pytest.raises(SessionError, match="update it"):
+    with pytest.raises(StoreRefused, match="update it"):
         database.store()
 
 

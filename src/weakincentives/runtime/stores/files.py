@@ -13,14 +13,13 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 from weakincentives import locks
 from weakincentives.errors import SessionInUse, SnapshotError
 from weakincentives.runtime.ledger import OutcomeLedger
-from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
-from weakincentives.runtime.stores.media import digests_in
+from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited
 from weakincentives.serde.exact import StoredBytes
 from weakincentives.state import SEAL_SIZE, Seals, no_links
 
@@ -150,14 +149,14 @@ class FileLog:
                     raise SnapshotError(f"{self.path} has changed while it was read")
                 yield text
 
-    def place_after(self, texts: Sequence[bytes]) -> int | None:
-        ends = [*accumulate((SEAL_SIZE + len(text) + 2 for text in texts), initial=self.begin)]
-        places = [SavePlace(*each) for each in pairwise(ends)]
-        return ends[-1] if not texts or begins_with(self, texts, places) else None
-
     def media(self, digest: str) -> StoredBytes:
         path = _media_directory(self.path) / digest
-        return StoredBytes(str(path), digest, lambda: _bytes_of(path))
+
+        def read() -> bytes:
+            with open(path, "rb", opener=no_links) as file:
+                return file.read()
+
+        return StoredBytes(str(path), digest, read)
 
 
 class OpenFileLog(FileLog):
@@ -206,7 +205,7 @@ class OpenFileLog(FileLog):
 
     def append(self, texts: Sequence[bytes]) -> None:
         """Add lines in one write, completely or not at all."""
-        data = self._sealed(texts, self._size)
+        data = _sealed(self._seals, texts, self._size)
         if os.fstat(self._fd).st_size != self._size:
             os.ftruncate(self._fd, self._size)  # drops an incomplete line
         try:
@@ -218,7 +217,7 @@ class OpenFileLog(FileLog):
 
     def replace(self, texts: Sequence[bytes]) -> None:
         """Replace the file by a new one with other saves, under the lock of both."""
-        data = Seals(_HEAD).sealed(self.head) + b"\n" + self._sealed(texts, self.begin)
+        data = _whole(self.head, *texts)
         fd, staged = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.stem}.new-")
         os.close(fd)
         with contextlib.ExitStack() as undo:
@@ -245,12 +244,6 @@ class OpenFileLog(FileLog):
     def close(self) -> None:
         locks.close(self._fd)
 
-    def _sealed(self, texts: Iterable[bytes], start: int) -> bytes:
-        data = b""
-        for text in texts:
-            data += self._seals.sealed(text, start + len(data)) + b"\n"
-        return data
-
 
 def sealed_size(lines: Iterable[str]) -> int:
     """Return how long saves are in a file."""
@@ -268,9 +261,9 @@ def write_file(path: Path, head: bytes, texts: Sequence[bytes]) -> None:
         os.unlink(staged)
 
 
-def share_media(path: Path, target: Path, texts: Iterable[bytes]) -> None:
-    """Link, or copy, the bytes that some lines refer to into the directory of another file."""
-    for digest in digests_in(texts):
+def share_media(path: Path, target: Path, digests: Iterable[str]) -> None:
+    """Link, or copy, media of a session into the directory of another file."""
+    for digest in digests:
         source = _media_directory(path) / digest
         if source.is_file() and not source.is_symlink():
             _media_directory(target).mkdir(mode=0o700, exist_ok=True)
@@ -326,10 +319,15 @@ def _seals_after(head: bytes) -> Seals:
 
 def _whole(head: bytes, *texts: bytes) -> bytes:
     """Return the content of a file."""
-    sealed, seals = Seals(_HEAD).sealed(head) + b"\n", _seals_after(head)
+    first = Seals(_HEAD).sealed(head) + b"\n"
+    return first + _sealed(_seals_after(head), texts, len(first))
+
+
+def _sealed(seals: Seals, texts: Iterable[bytes], start: int) -> bytes:
+    data = b""
     for text in texts:
-        sealed += seals.sealed(text, len(sealed)) + b"\n"
-    return sealed
+        data += seals.sealed(text, start + len(data)) + b"\n"
+    return data
 
 
 def _write(fd: int, data: bytes, path: Path) -> None:
@@ -340,12 +338,6 @@ def _write(fd: int, data: bytes, path: Path) -> None:
 
 def _media_directory(path: Path) -> Path:
     return path.with_suffix(".media")
-
-
-def _bytes_of(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    with open(fd, "rb") as file:
-        return file.read()
 
 
 def store_media(path: Path, data: bytes) -> str:

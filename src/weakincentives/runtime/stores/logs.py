@@ -84,20 +84,13 @@ class SessionLog(Protocol):
         """Yield some saves again."""
         ...
 
-    def place_after(self, texts: Sequence[bytes]) -> int | None:
-        """Return where saves end that are the first of this log; None if they are not.
-
-        Compares the first and the last: a log only grows, unless it is replaced as a whole.
-        """
-        ...
-
     def media(self, digest: str) -> StoredBytes:
         """Return bytes that a save refers to; they are read when they are needed."""
         ...
 
 
 class LeasedLog(SessionLog, Protocol):
-    """The log of a session that is open here: nobody else appends to it."""
+    """The log of a session that is open here: no other process appends to it."""
 
     @property
     def token(self) -> int:
@@ -178,14 +171,6 @@ class SessionStore(Protocol):
     def delete(self, name: str) -> bool:
         """Delete a session with everything that belongs to it; False if it is in use."""
         ...
-
-
-def begins_with(log: SessionLog, texts: Sequence[bytes], places: Sequence[SavePlace]) -> bool:
-    """Whether saves with these texts are at these places of a log: the first and the last."""
-    try:
-        return list(log.at((places[0], places[-1]))) == [texts[0], texts[-1]]
-    except SnapshotError:
-        return False
 
 
 def waited(take: Callable[[], T], wait: float) -> T:

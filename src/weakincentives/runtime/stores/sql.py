@@ -1,18 +1,24 @@
 """Sessions in a database: SQLite in a file, or PostgreSQL.
 
-Whoever can write to the database is trusted: its lines carry no seals. As everywhere, what is read
-is JSON data, from which only known dataclasses and plain values are made; nothing is unpickled.
+A process that can write to the database is trusted: its lines carry no seals. They are JSON data,
+from which only known dataclasses and plain values are made; nothing is unpickled.
+
+The outcomes of a session's calls are there as well, under the lease of the session. The start of a
+call is there before it runs. How it ended is written with the next save of the session, in one
+transaction: a kill leaves both, or a call whose outcome is unknown.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.errors import (
     DatabaseUnavailable,
@@ -22,12 +28,13 @@ from weakincentives.errors import (
     SnapshotError,
 )
 from weakincentives.logs import get_logger
-from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
-from weakincentives.runtime.stores.database import Database, Transaction
-from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
-from weakincentives.runtime.stores.outcomes import SqlOutcomes
-from weakincentives.runtime.stores.tables import prepare_tables
+from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger, as_it_is
+from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
+from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited
 from weakincentives.serde.exact import StoredBytes
+
+if TYPE_CHECKING:
+    from weakincentives.filesystem.redo import Redo
 
 T = TypeVar("T")
 
@@ -59,6 +66,7 @@ _TABLES = [
     ]
 ]
 """``first`` and ``last`` are numbers of saves: those before ``first`` were folded into it."""
+_OUTCOME = "entry, token, change"
 _BATCH = 64
 """Saves that are read first where a log is read from its end."""
 _RELEASE = 2.0
@@ -69,9 +77,8 @@ class SqlStore:
     """Sessions in a database, each open in one process of all that use it.
 
     Opening a session takes a lease on the database's clock, which is renewed while the session is
-    open. A process that dies leaves a lease that expires; whoever opens the session then gets a
-    greater fencing token, and nothing of the former holder is saved any more, even if it was only
-    paused.
+    open. The lease of a process that dies expires. The next process to open the session gets a
+    greater fencing token, and the former holder can no longer save, even if it was only paused.
 
     Args:
         database: Where; the tables are created when they are first needed.
@@ -99,12 +106,13 @@ class SqlStore:
                 holder,
                 self.lease,
             )
+            sql = "SELECT 1 FROM wink_sessions WHERE name = ? AND holder = ?"
             # Repeated after a lost connection, it may have been made before.
-            if not made and not _is_held_by(transaction, name, holder):
+            if not made and not transaction.execute(sql, name, holder):
                 raise FileExistsError(f"{self.shown(name)} exists")
 
         self.do(work)
-        return OpenSqlLog(self, name, head, token=1, holder=holder)
+        return OpenSqlLog(self, name, head, token=1)
 
     def open(self, name: str, *, wait: float = 0.0) -> OpenSqlLog:
         return waited(lambda: self._open(name, _new_holder()), wait)
@@ -133,20 +141,18 @@ class SqlStore:
             return head, token
 
         head, token = self.do(work)
-        return OpenSqlLog(self, name, head.encode(), token=token, holder=holder)
+        return OpenSqlLog(self, name, head.encode(), token=token)
 
     def log(self, name: str) -> SqlLog:
-        (head,) = self._row(name, "head")
+        ((head,),) = self._session(name, "head")
         return SqlLog(self, name, head.encode())
 
     def names(self) -> list[str]:
-        return sorted(
-            name for (name,) in self.do(lambda t: t.execute("SELECT name FROM wink_sessions"))
-        )
+        return sorted(name for (name,) in self.execute("SELECT name FROM wink_sessions"))
 
     def is_in_use(self, name: str) -> bool:
-        expires, now = self._row(name, "expires", "{now}")
-        return expires > now
+        ((in_use,),) = self._session(name, f"expires > {self.database.now}")
+        return bool(in_use)
 
     def delete(self, name: str) -> bool:
         """Delete a session with its saves, media and outcomes; False if it is in use."""
@@ -165,28 +171,25 @@ class SqlStore:
 
     def ledger(self, name: str) -> OutcomeLedger:
         """Return the outcomes of a session's calls, to read and to settle them without a lease."""
-        return OutcomeLedger(entries=SqlOutcomes(self.do, name))
+        return OutcomeLedger(entries=_SqlOutcomes(self, name))
 
     def do(self, work: Callable[[Transaction], T]) -> T:
         """Return what a transaction returns; it is repeated while the connection is lost."""
         return self.database.repeat(work, patience=self.patience)
 
+    def execute(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        """Run one statement, as ``do`` runs a transaction, and return its rows."""
+        return self.database.execute(sql, *values, patience=self.patience)
+
     def shown(self, name: str) -> str:
         """What a session is called in messages."""
         return f"the session {name!r} in {self.database.shown}"
 
-    def _row(self, name: str, *columns: str) -> tuple[Any, ...]:
-        rows = self.do(
-            lambda transaction: transaction.execute(
-                f"SELECT {', '.join(columns)} FROM wink_sessions WHERE name = ?".replace(
-                    "{now}", transaction.now
-                ),
-                name,
-            )
-        )
+    def _session(self, name: str, columns: str) -> list[tuple[Any, ...]]:
+        rows = self.execute(f"SELECT {columns} FROM wink_sessions WHERE name = ?", name)
         if not rows:
             raise FileNotFoundError(f"there is no session {name!r} in {self.database.shown}")
-        return rows[0]
+        return rows
 
 
 class SqlLog:
@@ -204,7 +207,7 @@ class SqlLog:
         return self._store.shown(self.name)
 
     def read(self, start: int) -> LogPart:
-        rows = self._rows(  # one statement, so that all is of one moment
+        rows = self._store.execute(  # one statement, so that all is of one moment
             "SELECT s.first, s.last, v.number, v.text FROM wink_sessions s"
             " LEFT JOIN wink_saves v ON v.session = s.name AND v.number > ?"
             " WHERE s.name = ? ORDER BY v.number",
@@ -235,42 +238,31 @@ class SqlLog:
                     raise SnapshotError(f"{self.shown} has changed while it was read")
                 yield found[number].encode()
 
-    def place_after(self, texts: Sequence[bytes]) -> int | None:
-        rows = self._rows("SELECT first FROM wink_sessions WHERE name = ?", self.name)
-        start = rows[0][0] - 1 if rows else 0
-        places = [SavePlace(n, n + 1) for n in range(start, start + len(texts))]
-        return start + len(texts) if not texts or begins_with(self, texts, places) else None
-
     def media(self, digest: str) -> StoredBytes:
         return StoredBytes(f"{digest} of {self.shown}", digest, lambda: self._bytes(digest))
 
     def _bytes(self, digest: str) -> bytes:
-        rows = self._rows(
-            "SELECT data FROM wink_media WHERE session = ? AND digest = ?", self.name, digest
-        )
+        sql = "SELECT data FROM wink_media WHERE session = ? AND digest = ?"
+        rows = self._store.execute(sql, self.name, digest)
         if not rows:
             raise FileNotFoundError("it is not there")
         return bytes(rows[0][0])
 
-    def _select(self, condition: str, *values: object) -> list[tuple[int, str]]:
+    def _select(self, condition: str, *values: object) -> list[tuple[Any, ...]]:
         sql = f"SELECT number, text FROM wink_saves WHERE session = ? AND {condition}"
-        return [(number, text) for number, text in self._rows(sql, self.name, *values)]
-
-    def _rows(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        return self._store.do(lambda transaction: transaction.execute(sql, *values))
+        return self._store.execute(sql, self.name, *values)
 
 
 class OpenSqlLog(SqlLog):
     """The log of a session on which this process has the lease."""
 
-    def __init__(self, store: SqlStore, name: str, head: bytes, *, token: int, holder: str) -> None:
+    def __init__(self, store: SqlStore, name: str, head: bytes, *, token: int) -> None:
         super().__init__(store, name, head)
         self.token = token
-        self._holder = holder
         self._last = 0
         self._media: dict[str, bytes] = {}
         """Not yet stored: that happens with the next append."""
-        self._outcomes = SqlOutcomes(store.do, name, token=token)
+        self._outcomes = _SqlOutcomes(store, name, token=token)
         self._ledger = OutcomeLedger(entries=self._outcomes)
         self._closed = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name=f"lease of {name}", daemon=True)
@@ -410,6 +402,143 @@ def _new_holder() -> str:
     return f"process {os.getpid()}, {uuid.uuid4().hex[:12]}"
 
 
-def _is_held_by(transaction: Transaction, name: str, holder: str) -> bool:
-    rows = transaction.execute("SELECT holder FROM wink_sessions WHERE name = ?", name)
-    return rows == [(holder,)]
+# Outcomes
+
+
+class _SqlOutcomes:
+    """Entries of one session. Those of a killed process have an older token: they are unknown.
+
+    Args:
+        token: That of the lease. Without one, calls can be read and settled, but not begun.
+    """
+
+    def __init__(self, store: SqlStore, session: str, *, token: int | None = None) -> None:
+        self._do = store.do
+        self._session = session
+        self._token = token
+        self._running: set[str] = set()
+        self._ended: dict[str, CallOutcome] = {}
+        """How calls ended, until the next save of the session."""
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether the next save of the session records how calls ended."""
+        return self._token is not None
+
+    def find(self, call_id: str) -> CallOutcome | None:
+        if call_id in self._ended:
+            return self._ended[call_id]
+        return self._do(lambda transaction: self._found(transaction, call_id)[0])
+
+    def calls(self, prefix: str) -> list[CallOutcome]:
+        rows, holder = self._do(
+            lambda transaction: (
+                transaction.execute(
+                    f"SELECT {_OUTCOME} FROM wink_outcomes WHERE session = ? ORDER BY number",
+                    self._session,
+                ),
+                self._holder(transaction),
+            )
+        )
+        found = (self._outcome(row, holder) for row in rows)
+        own = (self._ended.get(each.call_id, each) for each in found)
+        return [each for each in own if each.call_id.startswith(prefix)]
+
+    def change(
+        self,
+        call_id: str,
+        decide: Callable[[CallOutcome | None], CallOutcome],
+        *,
+        running: bool | None = None,
+    ) -> None:
+        if running is False and self.waits_for_save:
+            self._ended[call_id] = decide(self.find(call_id))
+            self._running.discard(call_id)
+            return
+        change = uuid.uuid4().hex
+
+        def work(transaction: Transaction) -> None:
+            self._check_token(transaction, is_call=running is not None)
+            found, earlier = self._found(transaction, call_id)
+            if earlier != change:  # else the connection was lost while this was committed
+                self._write(transaction, decide(self._ended.get(call_id, found)), change)
+
+        self._do(work)
+        self._ended.pop(call_id, None)
+        if running is not None:
+            (self._running.add if running else self._running.discard)(call_id)
+
+    def save(self, transaction: Transaction) -> dict[str, CallOutcome]:
+        """Write how calls ended, and return that: it is ``saved`` once this is committed."""
+        ended = dict(self._ended)
+        for outcome in ended.values():
+            self._write(transaction, outcome, uuid.uuid4().hex)
+        return ended
+
+    def saved(self, ended: dict[str, CallOutcome]) -> None:
+        """Note that these outcomes are in the database."""
+        for call_id, outcome in ended.items():
+            if self._ended.get(call_id) is outcome:
+                del self._ended[call_id]
+
+    def redos(self, session: str, size: int) -> list[Redo]:
+        """Nothing: what a session lacks, its outcomes lack as well."""
+        return []
+
+    def damage(self) -> str:
+        """Nothing: the database has its own means to detect damage."""
+        return ""
+
+    def _check_token(self, transaction: Transaction, *, is_call: bool) -> None:
+        """Lock the session's row, so that no process takes it over before the commit."""
+        rows = transaction.execute(
+            f"SELECT token FROM wink_sessions WHERE name = ?{transaction.for_update}",
+            self._session,
+        )
+        token = rows[0][0] if rows else None
+        if token is None or (token != self._token and (is_call or self._token is not None)):
+            raise LeaseLost(
+                f"the session {self._session!r} was taken over by another process, or deleted: its"
+                " calls are not recorded here any more"
+            )
+
+    def _found(self, transaction: Transaction, call_id: str) -> tuple[CallOutcome | None, str]:
+        """Return the outcome of a call, and the change that wrote it."""
+        rows = transaction.execute(
+            f"SELECT {_OUTCOME} FROM wink_outcomes WHERE session = ? AND call_id = ?",
+            self._session,
+            json.dumps(call_id),  # so that any text can be a key
+        )
+        if not rows:
+            return None, ""
+        return self._outcome(rows[0], self._holder(transaction)), rows[0][-1]
+
+    def _holder(self, transaction: Transaction) -> int | None:
+        """Return the token of the process that has the session open; None if there is none."""
+        if self._token is not None:
+            return self._token
+        rows = transaction.execute(
+            f"SELECT token FROM wink_sessions WHERE name = ? AND expires > {transaction.now}",
+            self._session,
+        )
+        return rows[0][0] if rows else None
+
+    def _outcome(self, row: tuple[Any, ...], holder: int | None) -> CallOutcome:
+        entry, token, _ = row
+        found = CallOutcome(**json.loads(entry))
+        is_here = self._token is None or found.call_id in self._running
+        return as_it_is(found, is_under_way=token == holder and is_here)
+
+    def _write(self, transaction: Transaction, outcome: CallOutcome, change: str) -> None:
+        transaction.execute(
+            "INSERT INTO wink_outcomes VALUES (?, ?, (SELECT COALESCE(MAX(number), 0) + 1"
+            " FROM wink_outcomes WHERE session = ?), ?, ?, ?)"
+            " ON CONFLICT (session, call_id) DO UPDATE SET token = excluded.token,"
+            " change = excluded.change, entry = excluded.entry",
+            self._session,
+            json.dumps(outcome.call_id),
+            self._session,
+            self._token or 0,
+            change,
+            json.dumps(asdict(outcome)),
+        )
