@@ -16,7 +16,7 @@ from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.fetch import Fetch
 from weakincentives.cli.models import open_model, tracker_of
 from weakincentives.cli.workbench import load_types, open_workbench
-from weakincentives.contrib.tools.saved import load_types as load_own_types
+from weakincentives.contrib.tools.suite import load_types as load_own_types
 from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run
 from weakincentives.durable.performer import Prepared
 from weakincentives.durable.runs import DurableRun, Runs, Status

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
 from weakincentives.cli.trust import file_of, trust_of
-from weakincentives.contrib.tools.saved import load_types as load_own_types
+from weakincentives.contrib.tools.suite import load_types as load_own_types
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,

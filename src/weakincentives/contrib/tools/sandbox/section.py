@@ -17,12 +17,16 @@ from pydantic import Field
 from weakincentives.contrib.tools.asteval import Evaluation
 from weakincentives.contrib.tools.file_values import FileLimits, check_positive
 from weakincentives.contrib.tools.files import file_tools
-from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
 from weakincentives.contrib.tools.sandbox.engines import Sandbox, find_sandbox
 from weakincentives.contrib.tools.sandbox.environment import WORKSPACE, ProjectEnvironment
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, binary_size
 from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
-from weakincentives.contrib.tools.suite import WorkspaceConfig, WorkspaceSection, suite_tool
+from weakincentives.contrib.tools.suite import (
+    MountedFile,
+    WorkspaceConfig,
+    WorkspaceSection,
+    suite_tool,
+)
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
@@ -207,7 +211,7 @@ class PodmanSandboxSection(WorkspaceSection):
             commands = _guidance(self.sandbox, self._environment())
         except (SandboxUnavailable, ValueError, OSError) as error:
             commands = f"Commands cannot be run: {error}"
-        return "\n\n".join(filter(None, [_FILES, commands, left_out_text(self.left_out)]))
+        return self.with_left_out(_FILES, commands)
 
     def _environment(self) -> ProjectEnvironment:
         files = self.filesystem
