@@ -91,9 +91,7 @@ class AstevalConfig:
     """``"none"`` relies on limits and the interpreter's own rules, which have known holes."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"
-        )
+        check_positive(self)
         if self.isolation not in ("seccomp", "none"):
             raise ValueError(f"isolation must be 'seccomp' or 'none', got {self.isolation!r}")
 

@@ -60,7 +60,7 @@ class DigestConfig:
     """Lines shown of each part."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_files", "max_file_bytes", "big_file_bytes", "lines")
+        check_positive(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class SandboxLimits:
     """Of each process."""
 
     def __post_init__(self) -> None:
-        check_positive(self, *self.__slots__)
+        check_positive(self)
 
     def hit(self, refused: Collection[Refusal], returncode: int) -> list[str]:
         """Return the limits that a command has hit, in words.

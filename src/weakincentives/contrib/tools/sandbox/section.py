@@ -73,12 +73,12 @@ class PodmanSandboxConfig(WorkspaceConfig):
 
     def __post_init__(self) -> None:
         WorkspaceConfig.__post_init__(self)
-        check_positive(self, "output_limit")
         if not 0 < self.timeout <= self.max_timeout:
             raise ValueError(
                 f"timeout must be positive and not above max_timeout, got {self.timeout} and "
                 f"{self.max_timeout}"
             )
+        check_positive(self)
         if self.settings is not self.sandbox:  # which checks the others
             return
         for each in fields(self):
