@@ -139,18 +139,16 @@ class ClaudeAgentSDKAdapter(Adapter):
             await program.end_run()
 
 
-class _Program:
-    """One run of the program."""
+class _Program(Adapter):
+    """One run of the program, which compacts the conversation itself."""
 
     name = ClaudeAgentSDKAdapter.name
-    needs_loop = True
     manages_context = True
-    """The program compacts the conversation itself."""
 
     def __init__(self, adapter: ClaudeAgentSDKAdapter) -> None:
         self._adapter = adapter
         self.model = adapter.model
-        self.provider_tools = tuple(self._native_tool(name) for name in adapter.native_tools)
+        self.provider_tools = tuple(map(self._native_tool, adapter.native_tools))
         self._client: ClaudeSDKClient | None = None
         self._loop: asyncio.AbstractEventLoop
         self._directory = ""
@@ -166,13 +164,13 @@ class _Program:
         self._tools_changed: Callable[[], Any] | None = None
         self._words: asyncio.Queue[str | None] = asyncio.Queue()
         """What the Stop hook waits for: the reason to continue, or None to stop."""
-        self._on_text: Callable[[str], None] | None = None
+        self._on_text: Callable[[str], None]
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         return await self._adapter.media.ask(request, self._complete)
 
     async def _complete(self, request: ModelRequest) -> ModelTurn:
-        self._on_text = request.on_text
+        self._on_text = request.on_text or (lambda _: None)
         if self._client is None:
             await self._start(request)
         else:
@@ -182,9 +180,6 @@ class _Program:
             await self.end_run()  # a retry starts a new program with the conversation so far
             raise turn
         return turn
-
-    async def context_window(self) -> None:
-        return None
 
     def price(self) -> TokenPrice | None:
         return self._adapter.price()
@@ -347,7 +342,7 @@ class _Program:
         try:
             async for message in client.receive_messages():
                 if isinstance(message, StreamEvent) and message.parent_tool_use_id is None:
-                    if turn.add(message.event, self._heard):
+                    if turn.add(message.event, self._on_text):
                         self._take(turn)
                         turn = _TurnBuilder()
                 elif isinstance(message, UserMessage):
@@ -370,10 +365,6 @@ class _Program:
         """Handle the end of the program, perhaps while a native tool was running."""
         self._break_off()
         self._turns.put_nowait(ProviderUnavailable(without_secrets(why)))
-
-    def _heard(self, text: str) -> None:
-        if self._on_text is not None:
-            self._on_text(text)
 
     def _take(self, turn: _TurnBuilder) -> None:
         """Hand a turn to the run, with our own call ids."""
