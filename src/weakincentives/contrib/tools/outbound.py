@@ -132,10 +132,6 @@ class HostList:
         self._entries = [_entry(host) for host in hosts]
         self._resolve = resolve
 
-    def proxy(self) -> CommandProxy:
-        """Return a proxy for one command."""
-        return CommandProxy(self)
-
     @property
     def variables(self) -> dict[str, str]:
         """The variables through which programs find the proxy."""

@@ -296,7 +296,6 @@ class _Walk:
         self.left_out.append(LeftOut(path, reason))
 
     def _ignore_file(self, parts: Parts) -> Iterator[IgnoreRules]:
-        """Yield the rules of a directory's .gitignore."""
         try:
             data, _ = self._tree.read((*parts, ".gitignore"))
         except OSError:

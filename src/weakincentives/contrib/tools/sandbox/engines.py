@@ -670,10 +670,10 @@ class Sandbox:
         with ExitStack() as stack:
             proxy, proxy_env = None, {}
             if self.settings.network != "off":
-                from weakincentives.contrib.tools.outbound import HostList
+                from weakincentives.contrib.tools.outbound import CommandProxy, HostList
 
                 hosts = HostList(self.settings.network)
-                proxy, proxy_env = stack.enter_context(hosts.proxy()), hosts.variables
+                proxy, proxy_env = stack.enter_context(CommandProxy(hosts)), hosts.variables
             command = SandboxedCommand(
                 argv=words,
                 workspace=fs.root,

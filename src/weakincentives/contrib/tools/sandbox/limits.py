@@ -379,7 +379,6 @@ def _made(layer: Path) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and its descendants."""
     family = [pid]
     for each in family:
         with contextlib.suppress(OSError):  # it has ended

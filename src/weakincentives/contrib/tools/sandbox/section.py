@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Unpack
 
 from pydantic import Field
 
@@ -145,9 +145,16 @@ class CommandOutput:
     kept: bool = True
     """Whether its changes to the workspace were committed."""
 
+    @classmethod
+    def of(cls, done: CommandResult) -> CommandOutput:
+        return cls(done.returncode, done.stdout, done.stderr, done.kept)
+
     def render(self) -> str:
         stderr = f"[stderr]\n{self.stderr}" if self.stderr else ""
         return "\n".join(part.rstrip("\n") for part in (self.stdout, stderr) if part)
+
+
+_Params: TypeAlias = ShellExecuteParams | EvaluatePythonParams
 
 
 class PodmanSandboxSection(WorkspaceSection):
@@ -241,9 +248,7 @@ class PodmanSandboxSection(WorkspaceSection):
                 preview=self._preview,
             )
 
-    def _preview(
-        self, params: ShellExecuteParams | EvaluatePythonParams, *, context: ToolContext
-    ) -> CallPreview:
+    def _preview(self, params: _Params, *, context: ToolContext) -> CallPreview:
         """Return what a command can reach, and its words if it is nothing but words."""
         words: tuple[str, ...] = ()
         names = {each.partition("=")[0] for each in self._settings.env}
@@ -265,7 +270,7 @@ class PodmanSandboxSection(WorkspaceSection):
         done = self._run(
             params, params.command, context, cwd=params.cwd, env=params.env, stdin=params.stdin
         )
-        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept)
+        output = CommandOutput.of(done)
         if done.ok:
             return ToolResult.ok(output, "The command exited with code 0.")
         return self._failed("The command", params, done, output)
@@ -288,14 +293,13 @@ class PodmanSandboxSection(WorkspaceSection):
         stdout, _, value = done.stdout.partition(mark)
         if done.ok:
             return ToolResult.ok(Evaluation(value, stdout), done.stderr.strip())
-        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept).render()
         failed = self._failed("The code", params, done, None)
-        failed.message = f"{failed.message}\n{output}".rstrip()
+        failed.message = f"{failed.message}\n{CommandOutput.of(done).render()}".rstrip()
         return failed
 
     def _run(
         self,
-        params: ShellExecuteParams | EvaluatePythonParams,
+        params: _Params,
         argv: Sequence[str] | str,
         context: ToolContext,
         *,
@@ -325,15 +329,11 @@ class PodmanSandboxSection(WorkspaceSection):
         except SandboxUnavailable as error:
             raise ToolValidationError(str(error)) from error
 
-    def _seconds(self, params: ShellExecuteParams | EvaluatePythonParams) -> float:
+    def _seconds(self, params: _Params) -> float:
         return min(params.timeout or self._settings.timeout, self._settings.max_timeout)
 
     def _failed(
-        self,
-        what: str,
-        params: ShellExecuteParams | EvaluatePythonParams,
-        done: CommandResult,
-        value: Any,
+        self, what: str, params: _Params, done: CommandResult, value: CommandOutput | None
     ) -> ToolResult[Any]:
         if done.timed_out:
             how = f"was killed: it took longer than {self._seconds(params):g} s"
@@ -408,10 +408,8 @@ def _guidance(sandbox: Sandbox, project: ProjectEnvironment) -> str:
     start = f"Commands start in {here}, the workspace."
     start += "".join(f" {each} is the same directory." for each in others)
     if sandbox.name != "none":
-        start += (
-            f" {_network(settings.network)} Only the workspace and /tmp are writable, and /tmp is"
-        )
-        start += " empty for every command."
+        start += f" {_network(settings.network)} Only the workspace and /tmp are writable,"
+        start += " and /tmp is empty for every command."
     for each in project.writable:
         start += f" {each} is writable as well, and changes there are never undone."
     found = ", ".join(f"{each.name} ({each.source})" for each in project.toolchains)
