@@ -36,6 +36,7 @@ from weakincentives.adapters.claude_program import (
     with_path,
 )
 from weakincentives.adapters.media import IMAGES, PDF, MediaFilter, in_words, mcp_block
+from weakincentives.adapters.schema import json_object
 from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall, new_call_id
 from weakincentives.errors import (
@@ -139,18 +140,16 @@ class ClaudeAgentSDKAdapter(Adapter):
             await program.end_run()
 
 
-class _Program:
-    """One run of the program."""
+class _Program(Adapter):
+    """One run of the program, which compacts the conversation itself."""
 
     name = ClaudeAgentSDKAdapter.name
-    needs_loop = True
     manages_context = True
-    """The program compacts the conversation itself."""
 
     def __init__(self, adapter: ClaudeAgentSDKAdapter) -> None:
         self._adapter = adapter
         self.model = adapter.model
-        self.provider_tools = tuple(self._native_tool(name) for name in adapter.native_tools)
+        self.provider_tools = tuple(map(self._native_tool, adapter.native_tools))
         self._client: ClaudeSDKClient | None = None
         self._loop: asyncio.AbstractEventLoop
         self._directory = ""
@@ -166,13 +165,13 @@ class _Program:
         self._tools_changed: Callable[[], Any] | None = None
         self._words: asyncio.Queue[str | None] = asyncio.Queue()
         """What the Stop hook waits for: the reason to continue, or None to stop."""
-        self._on_text: Callable[[str], None] | None = None
+        self._on_text: Callable[[str], None]
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         return await self._adapter.media.ask(request, self._complete)
 
     async def _complete(self, request: ModelRequest) -> ModelTurn:
-        self._on_text = request.on_text
+        self._on_text = request.on_text or (lambda _: None)
         if self._client is None:
             await self._start(request)
         else:
@@ -182,9 +181,6 @@ class _Program:
             await self.end_run()  # a retry starts a new program with the conversation so far
             raise turn
         return turn
-
-    async def context_window(self) -> None:
-        return None
 
     def price(self) -> TokenPrice | None:
         return self._adapter.price()
@@ -347,13 +343,14 @@ class _Program:
         try:
             async for message in client.receive_messages():
                 if isinstance(message, StreamEvent) and message.parent_tool_use_id is None:
-                    if turn.add(message.event, self._heard):
+                    if turn.add(message.event, self._on_text):
                         self._take(turn)
                         turn = _TurnBuilder()
                 elif isinstance(message, UserMessage):
                     self._saw_results(message.content)
                 elif isinstance(message, AssistantMessage) and message.error is not None:
-                    failure = _failure(message.error, _text_of(message.content))
+                    status = _STATUS_OF_ERROR.get(message.error)
+                    failure = _by_status(status, _text_of(message.content))
                 elif isinstance(message, ResultMessage):
                     if failure is None and message.is_error:
                         failure = _failed_result(message)
@@ -371,16 +368,14 @@ class _Program:
         self._break_off()
         self._turns.put_nowait(ProviderUnavailable(without_secrets(why)))
 
-    def _heard(self, text: str) -> None:
-        if self._on_text is not None:
-            self._on_text(text)
-
     def _take(self, turn: _TurnBuilder) -> None:
         """Hand a turn to the run, with our own call ids."""
         calls: list[ToolCall] = []
         for use in turn.uses.values():
             call = self._call(use["id"])
-            name, params = use["name"].removeprefix(PREFIX), _arguments(use["json"])
+            name, params = use["name"].removeprefix(PREFIX), json_object(use["json"])
+            if params is None:
+                params = use["json"]  # the pipeline refuses it
             if name == use["name"]:
                 name, params = name.lower(), with_path(params, self._directory, self._root)
             call.params = params
@@ -451,7 +446,7 @@ class _Program:
         more = {"hookEventName": event, "additionalContext": "\n\n".join(said)}
         return {"hookSpecificOutput": more}
 
-    async def _at_stop(self, hook_input: Any, _id: str | None, _: object) -> Any:
+    async def _at_stop(self, _hook_input: Any, _id: str | None, _: object) -> Any:
         reason = await self._words.get()
         return {} if reason is None else {"decision": "block", "reason": reason}
 
@@ -624,14 +619,6 @@ class _TurnBuilder:
         return event["type"] == "message_stop" and self.stop_reason is not None
 
 
-def _arguments(text: str) -> object:
-    """Return the arguments; the pipeline refuses a text that is not JSON."""
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return text
-
-
 def _usage(usage: Any, before: TokenUsage) -> TokenUsage:
     kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     read = sum(usage.get(kind) or 0 for kind in kinds)
@@ -645,10 +632,12 @@ def _usage(usage: Any, before: TokenUsage) -> TokenUsage:
 # Failures
 
 
-def _failure(kind: str, text: str) -> ProviderError:
-    if kind in ("authentication_failed", "billing_error", "invalid_request"):
-        return _by_status(400, text)
-    return _by_status(429 if kind == "rate_limit" else None, text)
+_STATUS_OF_ERROR = {
+    "rate_limit": 429,
+    "authentication_failed": 400,
+    "billing_error": 400,
+    "invalid_request": 400,
+}
 
 
 def _failed_result(message: Any) -> PromptEvaluationError:
@@ -671,13 +660,10 @@ def _text_of(content: object) -> str:
     """Return the text of blocks, which are objects or dicts."""
     if isinstance(content, str):
         return content
-    return "".join(_block_text(block) for block in _blocks(content))
-
-
-def _block_text(block: Any) -> str:
-    if isinstance(block, dict):
-        return str(cast("dict[str, object]", block).get("text", ""))
-    return str(getattr(block, "text", ""))
+    dicts: list[dict[str, Any]] = [
+        each if isinstance(each, dict) else vars(each) for each in _blocks(content)
+    ]
+    return "".join(str(each.get("text", "")) for each in dicts)
 
 
 def _blocks(content: object) -> list[Any]:

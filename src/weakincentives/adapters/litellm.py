@@ -61,7 +61,8 @@ class LiteLLMAdapter(ChatAdapter):
             "api_key=... or the provider's environment variable",
             secrets=[base_url, options or {}, keys],
         )
-        media = _taken(self._litellm, model) if media is None else media
+        self.model = model
+        media = self._taken() if media is None else media
         super().__init__(
             model, provider, strict=strict, output=output, options=options, media=media
         )
@@ -81,8 +82,16 @@ class LiteLLMAdapter(ChatAdapter):
     def _info(self) -> Mapping[str, Any]:
         try:
             return self._litellm.get_model_info(self.model)
-        except Exception:  # it knows some models only
+        except Exception:  # of no documented type: LiteLLM does not know the model
             return {}
+
+    def _taken(self) -> tuple[str, ...]:
+        """Return the media types that the model takes; all that the format has if it is unknown."""
+        if not (known := self._info()):
+            return (*IMAGES, *AUDIO, *PDF)
+        kinds = {"vision": IMAGES, "audio_input": AUDIO, "pdf_input": PDF}
+        taken = [found for name, found in kinds.items() if known.get(f"supports_{name}")]
+        return tuple(kind for found in taken for kind in found)
 
     async def _ask(self, forms: Forms) -> ModelTurn:
         await _clients.here()
@@ -123,16 +132,6 @@ def _litellm() -> Any:
         raise MissingExtra("litellm", "litellm") from error
     litellm.suppress_debug_info = True  # otherwise it prints every failure
     return litellm
-
-
-def _taken(litellm: Any, model: str) -> tuple[str, ...]:
-    """Return the media types that a model takes; all that the format has for an unknown model."""
-    try:
-        known: Mapping[str, Any] = litellm.get_model_info(model)
-    except Exception:  # of no documented type
-        return (*IMAGES, *AUDIO, *PDF)
-    kinds = {"supports_vision": IMAGES, "supports_audio_input": AUDIO, "supports_pdf_input": PDF}
-    return tuple(kind for name, found in kinds.items() if known.get(name) for kind in found)
 
 
 def _placeholder_key(litellm: Any, model: str, base_url: str | None) -> str | None:

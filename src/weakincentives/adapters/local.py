@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter, PerLoop
-from weakincentives.adapters.schema import Form, Forms, arguments_of
+from weakincentives.adapters.schema import Form, Forms, arguments_of, json_object
 from weakincentives.budget import TokenPrice
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.runtime.conversation import Message, ModelTurn
@@ -297,20 +297,12 @@ def _read(forms: Forms, turn: ModelTurn) -> ModelTurn:
     written = _partial_object(turn.text)
     if "tool" in written and "arguments" in written:
         # The text of a call that was cut off is not JSON, so the pipeline refuses it.
-        arguments = written["arguments"] if _is_json(turn.text) else turn.text
+        arguments = turn.text if json_object(turn.text) is None else written["arguments"]
         call = forms.call(str(written["tool"]), arguments, None)
         return replace(turn, text="", tool_calls=(call,), stop_reason="tool_use")
     answer = written.get("answer", turn.text)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return replace(turn, text=text)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _partial_object(text: str) -> dict[str, Any]:

@@ -648,7 +648,6 @@ class PerLoop(Generic[T]):
         finalize(self, _close_all, self._open).atexit = False
 
     async def here(self) -> T:
-        """Return the running loop's object."""
         loop = asyncio.get_running_loop()
         found = self._open.get(loop)
         if found is None:

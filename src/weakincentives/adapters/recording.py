@@ -292,7 +292,6 @@ class _Watch:
             self.close()
 
     def asked(self, request: ModelRequest) -> Seen:
-        """Return what is new in a request."""
         self._conversation = request.messages[-1].conversation
         new = takewhile(lambda message: message.role != "model", reversed(request.messages))
         said = [message for message in new if message.role == "user"][::-1]

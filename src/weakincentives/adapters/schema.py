@@ -44,7 +44,7 @@ class Form:
 
     def read(self, text: str) -> object:
         """Return the object that a text is as JSON, or the text where it is none."""
-        found = _json_object(text)
+        found = json_object(text)
         if found is None:
             return text
         return without_nulls(self.declared, found) if self.is_strict else found
@@ -82,7 +82,7 @@ class Forms:
         if self.answer is None or not self.answer.is_strict:
             return text
         read = self.answer.read(text)
-        is_unchanged = isinstance(read, str) or read == _json_object(text)
+        is_unchanged = isinstance(read, str) or read == json_object(text)
         return text if is_unchanged else json.dumps(read, ensure_ascii=False)
 
 
@@ -90,7 +90,7 @@ def arguments_of(call: ToolCall) -> str:
     """Return the arguments of a call for a request; most servers only accept an object."""
     params = call.params
     if isinstance(params, str):
-        found = _json_object(params)
+        found = json_object(params)
         params = {"not_json": params} if found is None else found
     return json.dumps(dump(params), ensure_ascii=False)
 
@@ -105,8 +105,8 @@ def replace_lone_surrogates(data: T) -> T:
     return data
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
-    """Return the object that a text is as JSON; an empty text is an empty object."""
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in a text, None if it is anything else; empty if the text is empty."""
     try:
         found: object = json.loads(text or "{}", parse_constant=_not_a_number)
     except (ValueError, RecursionError):

@@ -71,7 +71,6 @@ class ScriptedAdapter(Adapter):
         self._played = 0
         self._lock = threading.RLock()  # runs in several threads may share a script
         self.last_request: ModelRequest | None = None
-        """The last request."""
 
     @classmethod
     def from_file(cls, path: str | Path, *, skip: int = 0) -> ScriptedAdapter:

@@ -15,7 +15,7 @@ from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.models import open_model, tracker_of
 from weakincentives.cli.workbench import check_fits_branch, load_types, open_workbench
 from weakincentives.cli.worker import Fetch
-from weakincentives.contrib.tools.saved import load_types as load_own_types
+from weakincentives.contrib.tools.suite import load_types as load_own_types
 from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run
 from weakincentives.durable.performer import Prepared
 from weakincentives.durable.runs import DurableRun, Runs, Status

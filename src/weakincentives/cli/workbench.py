@@ -26,7 +26,7 @@ from weakincentives.contrib.tools import (
     file_tools,
     planning_tools,
 )
-from weakincentives.contrib.tools.saved import load_types as load_own_types
+from weakincentives.contrib.tools.suite import load_types as load_own_types
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,

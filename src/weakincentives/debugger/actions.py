@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.contrib.tools.saved import load_types
+from weakincentives.contrib.tools.suite import load_types
 from weakincentives.debugger.contents import capped, to_wire
 from weakincentives.debugger.placed import NotFound
 from weakincentives.debugger.records import Json

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ordinary_user import OrdinaryUser, place_for_others
-from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
+from weakincentives.contrib.tools import Sandbox, SandboxLimits, SandboxSettings, find_sandbox
 from weakincentives.contrib.tools.sandbox.limits import SandboxWatch, cgroup_mounts, sweep_cgroups
 from weakincentives.contrib.tools.sandbox.seccomp import (
     REFUSED,
@@ -449,7 +449,8 @@ def test_an_output_flood_is_cut(box: Box):
 @pytest.mark.heavy
 def test_an_endless_processor_hog_is_killed(box: Box):
     limits = SandboxLimits(memory=256 * MIB, cpu_seconds=1)
-    sandbox = Sandbox(engine=box.sandbox.engine, limits=limits, python=box.sandbox.python)
+    settings = SandboxSettings(limits=limits)
+    sandbox = Sandbox(engine=box.sandbox.engine, settings=settings, python=box.sandbox.python)
 
     done = sandbox.run(box.files, "while :; do :; done", timeout=PATIENCE)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.files import file_tools as file_tools
     from weakincentives.contrib.tools.files import file_write_tool as file_write_tool
     from weakincentives.contrib.tools.files import write as write
-    from weakincentives.contrib.tools.mounts import HostMount as HostMount
     from weakincentives.contrib.tools.planning import Plan as Plan
     from weakincentives.contrib.tools.planning import PlanningToolsSection as PlanningToolsSection
     from weakincentives.contrib.tools.planning import PlanStep as PlanStep
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
         ShellExecuteParams as ShellExecuteParams,
     )
     from weakincentives.contrib.tools.sandbox.settings import SandboxSettings as SandboxSettings
+    from weakincentives.contrib.tools.suite import HostMount as HostMount
     from weakincentives.contrib.tools.web import Browser as Browser
     from weakincentives.contrib.tools.web import Page as Page
     from weakincentives.contrib.tools.web import ScrapedPage as ScrapedPage

@@ -232,12 +232,10 @@ def open_file(path, mode="r", encoding="utf-8", errors="strict", newline=None):
 
 
 def read_file(path):
-    """Return a file's text."""
     return _text(ask("read", path), path, "utf-8", "strict")
 
 
 def write_file(path, content):
-    """Write text or bytes to a file; directories are created."""
     ask("write", path, content.encode() if isinstance(content, str) else bytes(content))
 
 
@@ -247,17 +245,14 @@ def list_directory(path="."):
 
 
 def glob_files(pattern):
-    """Return the files that match a pattern such as ``**/*.py``."""
     return ask("glob", pattern)
 
 
 def file_exists(path):
-    """Tell whether a path exists."""
     return ask("exists", path)
 
 
 def delete_file(path):
-    """Delete a file."""
     ask("delete", path)
 
 

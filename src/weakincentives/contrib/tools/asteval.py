@@ -16,27 +16,26 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
-
-from pydantic import TypeAdapter, ValidationError
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools._asteval_child import Channel
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.seccomp import computing_program, seccomp_number
-from weakincentives.errors import FilesystemError, MissingExtra
+from weakincentives.errors import FilesystemError, MissingExtra, ParseError
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.retry import TIMEOUT
+from weakincentives.serde import parse
 from weakincentives.state import program, source_of
 from weakincentives.tool_result import ToolResult
 
-_CHILD = byte_code(source_of(__file__, "_asteval_child.py"))
+_CHILD = source_of(__file__, "_asteval_child.py")
 
 MODULES = (
     "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
@@ -91,9 +90,7 @@ class AstevalConfig:
     """``"none"`` relies on limits and the interpreter's own rules, which have known holes."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"
-        )
+        check_positive(self)
         if self.isolation not in ("seccomp", "none"):
             raise ValueError(f"isolation must be 'seccomp' or 'none', got {self.isolation!r}")
 
@@ -133,28 +130,26 @@ class AstevalSection(MarkdownSection[Any]):
         self, *, config: AstevalConfig | None = None, **options: Unpack[SectionOptions[Any]]
     ) -> None:
         self.config = config = config or AstevalConfig()
-        path = _library_path("asteval")
-        if config.numpy:
-            path += _library_path("numpy")
+        packages = ("asteval", "numpy") if config.numpy else ("asteval",)
+        tool = _tool(config, [_library_path(each) for each in packages])
         options.setdefault("title", "Python evaluation")
-        options["tools"] = (_tool(config, path), *options.get("tools", ()))
-        modules = ", ".join(sorted(config.modules)) or "nothing"
+        options["tools"] = (tool, *options.get("tools", ()))
         template = _TEMPLATE.format(
             tool=config.tool_name,
             purpose="read" if config.read_only else "read or change",
             writing=_READING if config.read_only else _WRITING,
-            modules=modules,
+            modules=", ".join(sorted(config.modules)) or "nothing",
             timeout=config.timeout,
         )
         super().__init__(template=template, **options)
 
 
-def _library_path(package: str) -> list[str]:
+def _library_path(package: str) -> str:
     """Return where a package is: the process of a script finds no other packages."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise MissingExtra("asteval", package)
-    return [str(Path(spec.origin).parents[1])]
+    return str(Path(spec.origin).parents[1])
 
 
 def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluation]:
@@ -202,7 +197,7 @@ def _refusal(reason: str) -> _Stopped:
 
 def _run(code: str, config: AstevalConfig, path: list[str], context: ToolContext) -> _Outcome:
     """Evaluate a script in a process of its own, which is killed afterwards."""
-    argv = program(_CHILD, json.dumps(_options(code, config, path)))
+    argv = program(byte_code(_CHILD), json.dumps(_options(code, config, path)))
     deadline = context.deadline
     seconds = config.timeout if deadline is None else min(config.timeout, deadline.remaining())
     bridge = _Bridge(context, config)
@@ -472,8 +467,8 @@ class _Outcome:
         # Lone surrogates cannot be sent to a model.
         text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
         try:
-            return _outcome_type().validate_json(text, strict=True)
-        except ValidationError:
+            return parse(cls, json.loads(text))
+        except ParseError:
             raise _malformed() from None
 
     def result(self, code: str, limit: int) -> ToolResult[Evaluation]:
@@ -489,11 +484,6 @@ class _Outcome:
         if stdout:
             message += f"\nOutput before that:\n{stdout}"
         return ToolResult.error(message, code="SCRIPT_FAILED")
-
-
-@cache
-def _outcome_type() -> TypeAdapter[_Outcome]:
-    return TypeAdapter(_Outcome)
 
 
 def _cut(text: str, length: int, limit: int) -> str:

@@ -60,7 +60,7 @@ class DigestConfig:
     """Lines shown of each part."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_files", "max_file_bytes", "big_file_bytes", "lines")
+        check_positive(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,14 @@ class WorkspaceDigestSection(Section[None]):
         if missing:
             raise ToolValidationError(f"No such file or directory: {', '.join(missing)}")
         note = DigestNote(params.topic, params.text, rests_on)
-        context.session[WorkspaceDigest].update(lambda digests: _noted(digests, note, empty))
+
+        def with_note(digests: Slice[WorkspaceDigest]) -> Slice[WorkspaceDigest]:
+            digest = digests.latest() or empty
+            others = [each for each in digest.notes if each.topic != note.topic]
+            notes = [*others, note] if note.text else others
+            return digests.replace(replace(digest, notes=tuple(notes[-_MAX_NOTES:])))
+
+        context.session[WorkspaceDigest].update(with_note)
         return ToolResult.ok(note, "Note saved" if params.text else "Note removed")
 
 
@@ -244,15 +251,6 @@ _GUIDANCE = (
     "This overview is current; it was made from names and contents. When you find out more that "
     "will be needed again, note it with `update_digest`."
 )
-
-
-def _noted(
-    digests: Slice[WorkspaceDigest], note: DigestNote, empty: WorkspaceDigest
-) -> Slice[WorkspaceDigest]:
-    digest = digests.latest() or empty
-    others = [each for each in digest.notes if each.topic != note.topic]
-    notes = [*others, *([note] if note.text else [])][-_MAX_NOTES:]
-    return digests.replace(replace(digest, notes=tuple(notes)))
 
 
 # Listing the workspace
@@ -407,7 +405,6 @@ class _Manifest:
 
 
 _ENTRY_FILES = ("__main__.py", "manage.py")
-
 _COMMANDS: dict[str, dict[str, str]] = {
     "go.mod": {"test": "go test ./...", "build": "go build ./..."},
     "pom.xml": {"test": "mvn test", "build": "mvn package"},

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -38,21 +38,15 @@ class FileLimits:
     """Directories that are searched only when the path or the pattern names them."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "max_lines",
-            "max_chars",
-            "max_line_chars",
-            "max_file_bytes",
-            "max_picture_bytes",
-            "max_entries",
-        )
+        check_positive(self)
 
 
-def check_positive(config: object, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+def check_positive(config: Any) -> None:
+    """Raise ValueError for a number among the fields of a dataclass that is not above zero."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            raise ValueError(f"{each.name} must be positive, got {value}")
 
 
 # Parameters

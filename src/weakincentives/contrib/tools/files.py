@@ -42,8 +42,12 @@ from weakincentives.contrib.tools.file_values import (
     cut,
     listed,
 )
-from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
-from weakincentives.contrib.tools.suite import WorkspaceConfig, WorkspaceSection, suite_tool
+from weakincentives.contrib.tools.suite import (
+    MountedFile,
+    WorkspaceConfig,
+    WorkspaceSection,
+    suite_tool,
+)
 from weakincentives.errors import (
     AlreadyExists,
     BinaryFile,
@@ -706,7 +710,7 @@ class VfsToolsSection(WorkspaceSection):
         guidance = _GUIDANCE.format(root=self.config.root)
         if not self.config.read_only:
             guidance += _WRITING
-        return "\n\n".join(filter(None, [guidance, left_out_text(self.left_out)]))
+        return self.with_left_out(guidance)
 
 
 _GUIDANCE = """\

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Iterable[str]]]
@@ -42,16 +42,20 @@ def is_public(address: str) -> bool:
     >>> is_public("93.184.216.34"), is_public("10.0.0.1"), is_public("::ffff:127.0.0.1")
     (True, False, False)
     """
-    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = _reached(address)
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        if ip.ipv4_mapped is not None:
-            return is_public(str(ip.ipv4_mapped))
         return ip in _PUBLIC_V6 and ip.is_global and not any(ip in n for n in _NOT_PUBLIC_V6)
     if ip.is_multicast or ip.is_reserved or any(ip in n for n in _NOT_PUBLIC_V4):
         return False
     return ip.is_global
+
+
+def _reached(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address that is reached: an IPv6 address may stand for an IPv4 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip in _NAT64:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 async def system_resolve(host: str, port: int) -> list[str]:
@@ -122,16 +126,11 @@ class HostList:
             ``:port``; without one, 443 and 80. Only an entry with a port reaches private addresses.
     """
 
-    def __init__(self, hosts: Sequence[str], *, resolve: Resolve | None = None) -> None:
-        self.hosts = tuple(hosts)
+    def __init__(self, hosts: Sequence[str], *, resolve: Resolve = system_resolve) -> None:
         if isinstance(hosts, str):
             raise TypeError("a list of hosts is needed, got a string")
         self._entries = [_entry(host) for host in hosts]
-        self._resolve = resolve or system_resolve
-
-    def proxy(self) -> CommandProxy:
-        """Return a proxy for one command."""
-        return CommandProxy(self)
+        self._resolve = resolve
 
     @property
     def variables(self) -> dict[str, str]:
@@ -193,19 +192,8 @@ _METADATA = {
 
 def _serves_credentials(address: str) -> bool:
     """Tell whether clouds serve the credentials of a machine at an address."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        hidden = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None
-        ip = ip.ipv4_mapped or hidden or ip
+    ip = _reached(address)
     return ip.is_link_local or ip in _METADATA
-
-
-class Rules(Protocol):
-    """Which hosts may be reached."""
-
-    async def addresses(self, host: str, port: int) -> list[str]:
-        """Return the allowed addresses of a host; raises Refused if there are none."""
-        ...
 
 
 MOST_CONNECTIONS = 128
@@ -224,7 +212,7 @@ class OutboundProxy:
     ``refused`` and ``failed`` list failed connections with the reason.
     """
 
-    def __init__(self, rules: Rules, *, max_bytes: int = sys.maxsize) -> None:
+    def __init__(self, rules: OutboundRules | HostList, *, max_bytes: int = sys.maxsize) -> None:
         self.rules = rules
         self.max_bytes = max_bytes
         self.received = 0
@@ -242,8 +230,9 @@ class OutboundProxy:
 
     async def open(self) -> str:
         """Start, and return the address of the proxy."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"socks5://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        listening = socket.create_server(("127.0.0.1", 0))
+        await self.open_on(listening)
+        return f"socks5://127.0.0.1:{listening.getsockname()[1]}"
 
     async def open_on(self, listening: socket.socket) -> None:
         """Start on a socket that is listening already."""
@@ -442,8 +431,8 @@ class CommandProxy:
 
     @property
     def refused(self) -> list[str]:
-        """Each connection that was not made, with the reason, once."""
-        return list(dict.fromkeys((*self._proxy.refused, *self._proxy.failed)))
+        """The reasons for connections that were not made."""
+        return [*self._proxy.refused, *self._proxy.failed]
 
     def _serve(self) -> None:
         with suppress(OSError):

@@ -15,6 +15,7 @@ from weakincentives.prompt.completion import AnyOf, Custom, PlanDone, TaskComple
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.slices import reducer
+from weakincentives.text import counted
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -144,15 +145,15 @@ class Plan:
         return tuple(
             f"{number}. {step.title} ({step.status})"
             for number, step in enumerate(self.steps, start=1)
-            if step.status != "done" and not (accept_blocked and _is_explained(step))
+            if step.status != "done"
+            and not (accept_blocked and step.status == "blocked" and step.note)
         )
 
     def render(self) -> str:
         """Return the plan as a checklist."""
         done = sum(step.status == "done" for step in self.steps)
-        title = f"Plan: {self.objective} (" if self.objective else "Plan: "
-        end = ")" if self.objective else ""
-        head = f"{title}{done} of {len(self.steps)} steps done{end}"
+        progress = f"{done} of {len(self.steps)} steps done"
+        head = f"Plan: {self.objective} ({progress})" if self.objective else f"Plan: {progress}"
         steps = (f"{number}. {step.render()}" for number, step in enumerate(self.steps, start=1))
         return "\n".join([head, *steps])
 
@@ -164,10 +165,6 @@ def _overall(statuses: list[StepStatus]) -> StepStatus:
     if all(status in ("done", "blocked") for status in statuses):
         return "blocked"
     return "pending" if all(status == "pending" for status in statuses) else "in-progress"
-
-
-def _is_explained(step: PlanStep) -> bool:
-    return step.status == "blocked" and bool(step.note)
 
 
 def plan_done(*, required: bool = False, accept_blocked: bool = True) -> TaskCompletionChecker:
@@ -239,8 +236,7 @@ def _setup_plan(params: SetupPlanParams, *, context: ToolContext) -> ToolResult[
 def _add_steps(params: AddStepsParams, *, context: ToolContext) -> ToolResult[Plan]:
     """Add steps to the end of the plan."""
     _plan(context)
-    count = len(params.steps)
-    added = "Added 1 step" if count == 1 else f"Added {count} steps"
+    added = f"Added {counted(len(params.steps), 'step')}"
     return _changed(context, AddSteps(params.steps), added)
 
 

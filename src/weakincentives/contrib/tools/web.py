@@ -274,9 +274,9 @@ async def _content(
         content = await element.text_content() or ""
     if not page.url.startswith(("http://", "https://")):
         raise PageNotRead(f"{url} leads to {page.url}, which is not allowed")
-    refused = tuple(dict.fromkeys(proxy.refused))
+    title = await page.title()
     return Page(
-        url=page.url, title=await page.title(), status=status, content=content, refused=refused
+        url=page.url, title=title, status=status, content=content, refused=tuple(proxy.refused)
     )
 
 

@@ -2,10 +2,12 @@
 
 import marshal
 from binascii import b2a_base64
+from functools import cache
 
 __all__: list[str] = []
 
 
+@cache
 def byte_code(source: str) -> str:
     """Return a program as byte code for our own interpreter: starting it compiles nothing."""
     code = b2a_base64(marshal.dumps(compile(source, "<string>", "exec")), newline=False)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
 
 if TYPE_CHECKING:
-    from weakincentives.contrib.tools.outbound import CommandProxy, HostList
+    from weakincentives.contrib.tools.outbound import CommandProxy
 
 EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
@@ -138,23 +139,20 @@ class Launch:
     """What the kernel has refused to it, once it has ended."""
 
 
-class Engine:
+class Engine(ABC):
     """A program, or a feature of the kernel, that confines commands."""
 
     name: EngineName
     has_proxy = False
     """Whether commands can reach hosts through our proxy."""
 
-    def __init__(self, kit: SystemFiles) -> None:
-        self.kit = kit
-
     def missing(self) -> str | None:
         """Return why it cannot work here, if that is known without a trial."""
         return None
 
+    @abstractmethod
     def wrapped(self, command: SandboxedCommand) -> AbstractContextManager[Launch]:
         """Give the program to start; its files are removed afterwards."""
-        raise NotImplementedError
 
 
 # What a command sees: one description, translated by each engine
@@ -321,7 +319,6 @@ def _outside() -> dict[str, str]:
 
 
 def is_missing(program: str) -> str | None:
-    """Return a reason if a program is not installed."""
     return None if shutil.which(program, path=PATH) else f"{program} is not installed"
 
 
@@ -332,6 +329,9 @@ class Bubblewrap(Engine):
     """Confines commands with ``bwrap``."""
 
     name = "bubblewrap"
+
+    def __init__(self, kit: SystemFiles) -> None:
+        self.kit = kit
 
     def missing(self) -> str | None:
         return is_missing("bwrap") or is_missing("prlimit") or is_missing("setpriv")
@@ -384,14 +384,13 @@ class Namespaces(Engine):
     name = "namespaces"
     has_proxy = True
 
-    def missing(self) -> str | None:
-        if not self.kit.filter.stat().st_size:
-            return f"it has no filter of system calls for {os.uname().machine}"
-        return None
-
     def __init__(self, kit: SystemFiles) -> None:
-        super().__init__(kit)
+        self.kit = kit
+        self._rules = kit.filter.read_bytes()
         self._zygotes: dict[SandboxLimits, Zygotes] = {}
+
+    def missing(self) -> str | None:
+        return None if self._rules else f"it has no filter of system calls for {os.uname().machine}"
 
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
@@ -427,10 +426,6 @@ class Namespaces(Engine):
             refused=lambda: () if launched is None else launched.refused,
         )
 
-    @cached_property
-    def _rules(self) -> bytes:
-        return self.kit.filter.read_bytes()
-
 
 # Podman reads these from a file only. Without them, killed containers would leave locks behind.
 SETTINGS = """
@@ -450,7 +445,7 @@ class Podman(Engine):
     name = "podman"
 
     def __init__(self, kit: SystemFiles, image: str | None) -> None:
-        super().__init__(kit)
+        self.kit = kit
         self.image = image
 
     @cached_property
@@ -461,8 +456,7 @@ class Podman(Engine):
         return profile
 
     def missing(self) -> str | None:
-        missing = is_missing("podman") or is_missing("unshare")
-        if missing is not None:
+        if missing := is_missing("podman") or is_missing("unshare"):
             return missing
         if os.geteuid() != 0 and not os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
             return "without root it needs cgroup v2 to limit memory and processes"
@@ -559,7 +553,6 @@ class Podman(Engine):
 
 @cache
 def _image_store() -> str:
-    """Return where podman stores the images of the user."""
     ask = ["podman", "info", "--format={{.Store.GraphRoot}}"]
     return subprocess.run(ask, env=_outside(), capture_output=True, text=True).stdout.strip()
 
@@ -589,9 +582,6 @@ class Unconfined(Engine):
 
     name = "none"
 
-    def __init__(self) -> None:
-        pass  # it needs no files
-
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
         yield Launch(command.argv, command.env, watched=True)
@@ -605,14 +595,11 @@ class Sandbox:
     """Runs commands on a workspace; made by :func:`find_sandbox`."""
 
     engine: Engine
-    limits: SandboxLimits
+    settings: SandboxSettings
     python: str
     """The Python that commands find."""
     passed_over: tuple[tuple[EngineName, str], ...] = ()
     """The faster engines, and why they are not used."""
-    settings: SandboxSettings = field(default_factory=SandboxSettings)
-    hosts: HostList | None = None
-    """The hosts that commands can reach; none by default."""
     _known: dict[tuple[Path, Path | None], ProjectEnvironment] = field(
         default_factory=dict[tuple[Path, Path | None], ProjectEnvironment],
         init=False,
@@ -647,6 +634,10 @@ class Sandbox:
     def name(self) -> EngineName:
         return self.engine.name
 
+    @property
+    def limits(self) -> SandboxLimits:
+        return self.settings.limits
+
     def run(
         self,
         fs: HostFilesystem,
@@ -675,21 +666,25 @@ class Sandbox:
         if not real_path and self.name != "none":
             project = replace(project, places=(WORKSPACE,))
         inside = str(PurePosixPath(project.places[0], fs.normalize(cwd)))
-        command = SandboxedCommand(
-            argv=words,
-            workspace=fs.root,
-            limits=self.limits,
-            cwd=inside,
-            env={**project.env, "PWD": inside, **_checked(env or {})},
-            project=project,
-            read_only=_present(fs, fs.reserved.trees),
-            hidden=_present(fs, fs.reserved.hidden),
-        )
+        own = _checked(env or {})
         with ExitStack() as stack:
-            if self.hosts is not None:
-                proxy = stack.enter_context(self.hosts.proxy())
-                env = {**command.env, **self.hosts.variables, **(env or {})}
-                command = replace(command, proxy=proxy, env=env)
+            proxy, proxy_env = None, {}
+            if self.settings.network != "off":
+                from weakincentives.contrib.tools.outbound import CommandProxy, HostList
+
+                hosts = HostList(self.settings.network)
+                proxy, proxy_env = stack.enter_context(CommandProxy(hosts)), hosts.variables
+            command = SandboxedCommand(
+                argv=words,
+                workspace=fs.root,
+                limits=self.limits,
+                cwd=inside,
+                env={**project.env, "PWD": inside, **proxy_env, **own},
+                project=project,
+                read_only=_present(fs, fs.reserved.trees),
+                hidden=_present(fs, fs.reserved.hidden),
+                proxy=proxy,
+            )
             launch = stack.enter_context(self.engine.wrapped(command))
             watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=launch.watched)
             try:
@@ -711,33 +706,31 @@ class Sandbox:
             hit = []
         elif hit and result.returncode in KILLED_BY_LIMIT:
             result, hit = replace(result, stopped=hit[0]), hit[1:]
-        denied = [] if command.proxy is None else command.proxy.refused
+        denied = [] if proxy is None else proxy.refused
         told = [*(f"limit: {each}" for each in hit), *(f"network: {each}" for each in denied)]
         stderr = result.stderr + "".join(f"{each}\n" for each in told[:TOLD])
         return replace(result, argv=words, stderr=stderr)
 
     def problem(self) -> str | None:
         """Run a trial command; return why it failed, if it did."""
-        missing = self.engine.missing()
-        if missing is not None:
+        if missing := self.engine.missing():
             return missing
-        if self.hosts is not None and not self.engine.has_proxy:
+        if self.settings.network != "off" and not self.engine.has_proxy:
             return "it cannot let commands reach a list of hosts; namespaces can"
         with tempfile.TemporaryDirectory(prefix="wink-") as folder:
             # It works if the command can write there, and cannot see it by its own name.
             test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
+            command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
             try:
-                command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
                 with self.engine.wrapped(command) as launch:
-                    tried = run_alone(
-                        Command.of(
-                            launch.argv,
-                            env=launch.env,
-                            timeout=TRIAL,
-                            start=launch.start,
-                            directory=Path(folder),
-                        )
+                    trial = Command.of(
+                        launch.argv,
+                        env=launch.env,
+                        timeout=TRIAL,
+                        start=launch.start,
+                        directory=Path(folder),
                     )
+                    tried = run_alone(trial)
             except (OSError, FilesystemError, SandboxUnavailable) as error:
                 return str(error)
         if tried.ok:
@@ -750,12 +743,8 @@ class Sandbox:
 
 def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
     """Return the protected paths that exist and can be mounted; a link cannot."""
-    paths = ["/".join(parts) for parts in trees if parts]
-    return [
-        path
-        for path in paths
-        if os.path.exists(fs.root / path) and not (fs.root / path).is_symlink()
-    ]
+    places = ((path, fs.root / path) for path in map("/".join, trees) if path)
+    return [path for path, at in places if os.path.exists(at) and not os.path.islink(at)]
 
 
 def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
@@ -790,10 +779,12 @@ def find_sandbox(
     if isinstance(choice, SandboxSettings):
         settings = choice
     else:
-        read = tuple(os.path.abspath(each) for each in read_only)
-        limits = limits or SandboxLimits()
         settings = SandboxSettings(
-            engine=choice, image=image, read=read, limits=limits, network=tuple(network)
+            engine=choice,
+            image=image,
+            read=tuple(os.path.abspath(each) for each in read_only),
+            limits=limits or SandboxLimits(),
+            network=tuple(network),
         )
     for path in read_only:
         if not os.path.exists(path):
@@ -805,30 +796,16 @@ def find_sandbox(
     python, base = "python3", ()
     if settings.image is None and is_missing(python):
         python, base = os.path.realpath(sys.executable), (sys.base_prefix,)
-    hosts = _hosts(() if settings.network == "off" else settings.network)
     passed_over: list[tuple[EngineName, str]] = []
     for engine in _engines(settings, base):
         sandbox = Sandbox(
-            engine=engine,
-            limits=settings.limits,
-            python=python,
-            passed_over=tuple(passed_over),
-            settings=settings,
-            hosts=hosts,
+            engine=engine, settings=settings, python=python, passed_over=tuple(passed_over)
         )
         problem = None if settings.engine == "none" else sandbox.problem()
         if problem is None:
             return sandbox
         passed_over.append((engine.name, problem))
     raise _unavailable("; ".join(f"{name}: {reason}" for name, reason in passed_over))
-
-
-def _hosts(network: Sequence[str]) -> HostList | None:
-    if not network:
-        return None
-    from weakincentives.contrib.tools.outbound import HostList
-
-    return HostList(network)
 
 
 def _unavailable(reason: str) -> SandboxUnavailable:

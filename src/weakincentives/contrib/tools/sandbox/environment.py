@@ -200,7 +200,7 @@ def _existing(
 
 
 def _without_nested(mounts: Sequence[Mount]) -> list[Mount]:
-    """Return mounts without those that others show anyway.
+    """Return mounts without those that other mounts include.
 
     A command that can write to a directory could replace what is below it by a link to anything:
     nothing there may be mounted once more.
@@ -271,21 +271,41 @@ class _Search:
         self._user = user
 
     def look(self) -> None:
-        """Find what there is; a check that fails finds nothing."""
+        """Find all toolchains; one that cannot be read is not found."""
         for find in (self._python, self._node, self._cargo, self._go):
             with suppress(OSError):
                 find()
 
     def is_visible(self, path: str) -> bool:
-        """Tell whether commands see a path anyway."""
+        """Tell whether commands see a path without a mount of its own."""
         return _is_in(path, (*SYSTEM, "/etc/alternatives", self.root))
 
-    def _add(self, toolchain: Toolchain, *problems: str | None) -> bool:
-        """Add a toolchain, unless there is a problem with it; tell which."""
+    def _add(
+        self,
+        name: str,
+        place: str,
+        source: str,
+        *problems: str | None,
+        path: str = "",
+        env: Mapping[str, str] | None = None,
+        shown: Sequence[str] | None = None,
+    ) -> bool:
+        """Add a toolchain and return True, unless there is a problem with it.
+
+        By default its programs are in ``bin``, and all of it is shown.
+        """
         for problem in filter(None, problems):
-            self.refused.append((toolchain.place, problem))
+            self.refused.append((place, problem))
             return False
-        self.found.append(toolchain)
+        found = Toolchain(
+            name=name,
+            place=place,
+            source=source,
+            path=(path or f"{place}/bin",),
+            env=env or {},
+            shown=(place,) if shown is None else tuple(shown),
+        )
+        self.found.append(found)
         return True
 
     def _variable(self, name: str, default: str) -> str:
@@ -331,10 +351,10 @@ class _Search:
             else:
                 name, env = "virtual environment", {"VIRTUAL_ENV": place}
                 problem, shown = self._venv(place)
-            if self._add(_installed(name, place, source, env=env, shown=shown), problem):
+            if self._add(name, place, source, problem, env=env, shown=shown):
                 return
         for source, prefix in self._interpreters():
-            if self._add(_installed("Python", prefix, source), self._python_problem(prefix)):
+            if self._add("Python", prefix, source, self._python_problem(prefix)):
                 return
 
     def _environments(self) -> Iterator[tuple[str, str]]:
@@ -395,8 +415,7 @@ class _Search:
     def _node(self) -> None:
         packages = f"{self.root}/node_modules"
         if os.path.isdir(f"{packages}/.bin"):
-            path = (f"{packages}/.bin",)
-            self._add(Toolchain(name="Node packages", place=packages, source="PATH", path=path))
+            self._add("Node packages", packages, "PATH", path=f"{packages}/.bin", shown=())
         program = self._which("node")
         volta = self._variable("VOLTA_HOME", ".volta")
         nvm = self._variable("NVM_DIR", ".nvm")
@@ -417,7 +436,7 @@ class _Search:
         problem = self._problem(prefix)
         if not _is_program(f"{prefix}/bin/node") or not os.path.isdir(f"{prefix}/lib/node_modules"):
             problem = "it is not an installation of Node: add it to `read` and `path`"
-        self._add(_installed("Node", prefix, source), problem)
+        self._add("Node", prefix, source, problem)
 
     def _cargo(self) -> None:
         cargo = self._variable("CARGO_HOME", ".cargo")
@@ -428,8 +447,7 @@ class _Search:
         shown = [f"{cargo}/{each}" for each in ("bin", "registry", "git")]
         shown = [each for each in (*shown, rustup) if os.path.isdir(each)]
         env = {"CARGO_HOME": cargo, "RUSTUP_HOME": rustup}
-        found = _installed("Cargo", cargo, "CARGO_HOME", env=env, shown=shown)
-        self._add(found, *map(self._problem, shown))
+        self._add("Cargo", cargo, "CARGO_HOME", *map(self._problem, shown), env=env, shown=shown)
 
     def _go(self) -> None:
         program = self._which("go")
@@ -443,27 +461,8 @@ class _Search:
         modules = self._environment.get("GOMODCACHE") or f"{path}/pkg/mod"
         shown = [each for each in (prefix, modules) if os.path.isdir(each)]
         env = {"GOMODCACHE": modules} if modules in shown else {}
-        found = _installed("Go", prefix, "PATH", env=env, shown=shown)
-        self._add(found, problem, *map(self._problem, shown))
-
-
-def _installed(
-    name: str,
-    prefix: str,
-    source: str,
-    *,
-    env: Mapping[str, str] | None = None,
-    shown: Sequence[str] | None = None,
-) -> Toolchain:
-    """Return a toolchain whose programs are in ``bin``; all of it is shown by default."""
-    return Toolchain(
-        name=name,
-        place=prefix,
-        source=source,
-        path=(f"{prefix}/bin",),
-        env=env or {},
-        shown=(prefix,) if shown is None else tuple(shown),
-    )
+        problems = (problem, *map(self._problem, shown))
+        self._add("Go", prefix, "PATH", *problems, env=env, shown=shown)
 
 
 def _is_conda(place: str) -> bool:

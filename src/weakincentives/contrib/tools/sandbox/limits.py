@@ -71,7 +71,7 @@ class SandboxLimits:
     """Of each process."""
 
     def __post_init__(self) -> None:
-        check_positive(self, *self.__slots__)
+        check_positive(self)
 
     def hit(self, refused: Collection[Refusal], returncode: int) -> list[str]:
         """Return the limits that a command has hit, in words.
@@ -202,7 +202,6 @@ def _no_cgroup(reason: str) -> SandboxUnavailable:
 
 
 def new_name() -> str:
-    """Return a unique name for a cgroup."""
     return f"wink-{os.urandom(8).hex()}"
 
 
@@ -309,7 +308,8 @@ class SandboxWatch:
         pids = descendants(running.pid)
         if len(pids) > limits.processes + WRAPPERS:
             return f"it started more than {limits.processes} processes"
-        if _takes_more(pids, limits.memory):
+        # Resident memory counts shared pages once per process: only near the limit, count exactly.
+        if all(sum(map(size, pids)) > limits.memory for size in (_resident, _proportional)):
             return f"it used more than {binary_size(limits.memory)} of memory"
         return None
 
@@ -379,7 +379,6 @@ def _made(layer: Path) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and its descendants."""
     family = [pid]
     for each in family:
         with contextlib.suppress(OSError):  # it has ended
@@ -387,11 +386,6 @@ def descendants(pid: int) -> list[int]:
                 children = _read(f"/proc/{each}/task/{thread}/children").split()
                 family += map(int, children)
     return family
-
-
-def _takes_more(pids: Sequence[int], limit: int) -> bool:
-    """Tell whether processes use more memory; near the limit, shared memory counts once."""
-    return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
 def _resident(pid: int) -> int:

@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Unpack
 
 from pydantic import Field
 
 from weakincentives.contrib.tools.asteval import Evaluation
 from weakincentives.contrib.tools.file_values import FileLimits, check_positive
 from weakincentives.contrib.tools.files import file_tools
-from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
 from weakincentives.contrib.tools.sandbox.engines import Sandbox, find_sandbox
 from weakincentives.contrib.tools.sandbox.environment import WORKSPACE, ProjectEnvironment
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, binary_size
 from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
-from weakincentives.contrib.tools.suite import WorkspaceConfig, WorkspaceSection, suite_tool
+from weakincentives.contrib.tools.suite import (
+    MountedFile,
+    WorkspaceConfig,
+    WorkspaceSection,
+    suite_tool,
+)
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
@@ -69,12 +73,12 @@ class PodmanSandboxConfig(WorkspaceConfig):
 
     def __post_init__(self) -> None:
         WorkspaceConfig.__post_init__(self)
-        check_positive(self, "output_limit")
         if not 0 < self.timeout <= self.max_timeout:
             raise ValueError(
                 f"timeout must be positive and not above max_timeout, got {self.timeout} and "
                 f"{self.max_timeout}"
             )
+        check_positive(self)
         if self.settings is not self.sandbox:  # which checks the others
             return
         for each in fields(self):
@@ -141,9 +145,16 @@ class CommandOutput:
     kept: bool = True
     """Whether its changes to the workspace were committed."""
 
+    @classmethod
+    def of(cls, done: CommandResult) -> CommandOutput:
+        return cls(done.returncode, done.stdout, done.stderr, done.kept)
+
     def render(self) -> str:
         stderr = f"[stderr]\n{self.stderr}" if self.stderr else ""
         return "\n".join(part.rstrip("\n") for part in (self.stdout, stderr) if part)
+
+
+_Params: TypeAlias = ShellExecuteParams | EvaluatePythonParams
 
 
 class PodmanSandboxSection(WorkspaceSection):
@@ -207,7 +218,7 @@ class PodmanSandboxSection(WorkspaceSection):
             commands = _guidance(self.sandbox, self._environment())
         except (SandboxUnavailable, ValueError, OSError) as error:
             commands = f"Commands cannot be run: {error}"
-        return "\n\n".join(filter(None, [_FILES, commands, left_out_text(self.left_out)]))
+        return self.with_left_out(_FILES, commands)
 
     def _environment(self) -> ProjectEnvironment:
         files = self.filesystem
@@ -237,9 +248,7 @@ class PodmanSandboxSection(WorkspaceSection):
                 preview=self._preview,
             )
 
-    def _preview(
-        self, params: ShellExecuteParams | EvaluatePythonParams, *, context: ToolContext
-    ) -> CallPreview:
+    def _preview(self, params: _Params, *, context: ToolContext) -> CallPreview:
         """Return what a command can reach, and its words if it is nothing but words."""
         words: tuple[str, ...] = ()
         names = {each.partition("=")[0] for each in self._settings.env}
@@ -261,7 +270,7 @@ class PodmanSandboxSection(WorkspaceSection):
         done = self._run(
             params, params.command, context, cwd=params.cwd, env=params.env, stdin=params.stdin
         )
-        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept)
+        output = CommandOutput.of(done)
         if done.ok:
             return ToolResult.ok(output, "The command exited with code 0.")
         return self._failed("The command", params, done, output)
@@ -284,14 +293,13 @@ class PodmanSandboxSection(WorkspaceSection):
         stdout, _, value = done.stdout.partition(mark)
         if done.ok:
             return ToolResult.ok(Evaluation(value, stdout), done.stderr.strip())
-        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept).render()
         failed = self._failed("The code", params, done, None)
-        failed.message = f"{failed.message}\n{output}".rstrip()
+        failed.message = f"{failed.message}\n{CommandOutput.of(done).render()}".rstrip()
         return failed
 
     def _run(
         self,
-        params: ShellExecuteParams | EvaluatePythonParams,
+        params: _Params,
         argv: Sequence[str] | str,
         context: ToolContext,
         *,
@@ -321,15 +329,11 @@ class PodmanSandboxSection(WorkspaceSection):
         except SandboxUnavailable as error:
             raise ToolValidationError(str(error)) from error
 
-    def _seconds(self, params: ShellExecuteParams | EvaluatePythonParams) -> float:
+    def _seconds(self, params: _Params) -> float:
         return min(params.timeout or self._settings.timeout, self._settings.max_timeout)
 
     def _failed(
-        self,
-        what: str,
-        params: ShellExecuteParams | EvaluatePythonParams,
-        done: CommandResult,
-        value: Any,
+        self, what: str, params: _Params, done: CommandResult, value: CommandOutput | None
     ) -> ToolResult[Any]:
         if done.timed_out:
             how = f"was killed: it took longer than {self._seconds(params):g} s"
@@ -404,10 +408,8 @@ def _guidance(sandbox: Sandbox, project: ProjectEnvironment) -> str:
     start = f"Commands start in {here}, the workspace."
     start += "".join(f" {each} is the same directory." for each in others)
     if sandbox.name != "none":
-        start += (
-            f" {_network(settings.network)} Only the workspace and /tmp are writable, and /tmp is"
-        )
-        start += " empty for every command."
+        start += f" {_network(settings.network)} Only the workspace and /tmp are writable,"
+        start += " and /tmp is empty for every command."
     for each in project.writable:
         start += f" {each} is writable as well, and changes there are never undone."
     found = ", ".join(f"{each.name} ({each.source})" for each in project.toolchains)

@@ -81,7 +81,7 @@ class SandboxSettings:
                 raise ValueError(f"env takes NAME or NAME=VALUE, got {name!r}")
             if name in WITHHELD:
                 raise ValueError(f"env: {name} is for WINK alone; commands never get it")
-        check_positive(self, "timeout", "max_timeout")
+        check_positive(self)
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables to set; a named one that this process lacks is left out."""

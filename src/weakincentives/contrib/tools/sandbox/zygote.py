@@ -25,7 +25,7 @@ from weakincentives.contrib.tools.sandbox.limits import CgroupEvents, Refusal, S
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.state import program, source_of
 
-LAUNCHER = byte_code(source_of(__file__, "launcher.py"))
+LAUNCHER = source_of(__file__, "launcher.py")
 
 PATIENCE = 60.0
 """Seconds in which a zygote must be ready."""
@@ -45,7 +45,7 @@ class Zygote:
             at_end.callback(self.socket.close)
             with its:
                 popen = subprocess.Popen(
-                    program(LAUNCHER, *self.cgroup_files),
+                    program(byte_code(LAUNCHER), *self.cgroup_files),
                     cwd="/",
                     env=env,
                     stdin=its.fileno(),
