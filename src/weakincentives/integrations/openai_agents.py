@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -455,15 +455,24 @@ class _Patch:
     """The new path of the file."""
 
 
-def _edit_tool(
-    name: str, description: str, done: str, content: Callable[[_Patch, Filesystem], str]
-) -> AnyTool:
+def _edit_tool(name: str, description: str, mode: Literal["create", "default"]) -> AnyTool:
+    def content(params: _Patch, files: Filesystem) -> str:
+        if mode == "create" and files.exists(params.path):
+            raise AlreadyExists(f"{params.path} exists already: update it")
+        before = "" if mode == "create" else files.read(params.path)
+        try:
+            return agents.apply_diff(before, params.diff, mode)
+        except ValueError as error:
+            said = f"The patch of {params.path} does not fit: {error}"
+            raise ToolValidationError(said) from error
+
     def apply(params: _Patch, *, context: ToolContext) -> ToolResult[None]:
         context.filesystem.write(params.path, content(params, context.filesystem))
-        if not params.move_to:
-            return ToolResult.ok(None, f"{done} {params.path}")
-        context.filesystem.move(params.path, params.move_to)
-        return ToolResult.ok(None, f"{done} {params.path} and moved it to {params.move_to}")
+        done = f"{'Created' if mode == 'create' else 'Updated'} {params.path}"
+        if params.move_to:
+            context.filesystem.move(params.path, params.move_to)
+            done += f" and moved it to {params.move_to}"
+        return ToolResult.ok(None, done)
 
     def preview(params: _Patch, *, context: ToolContext) -> CallPreview:
         files = context.filesystem
@@ -481,26 +490,9 @@ def _edit_tool(
     )
 
 
-def _created(params: _Patch, files: Filesystem) -> str:
-    if files.exists(params.path):
-        raise AlreadyExists(f"{params.path} exists already: update it")
-    return _patched("", params, "create")
-
-
-def _updated(params: _Patch, files: Filesystem) -> str:
-    return _patched(files.read(params.path), params, "default")
-
-
-def _patched(text: str, params: _Patch, mode: Literal["default", "create"]) -> str:
-    try:
-        return agents.apply_diff(text, params.diff, mode)
-    except ValueError as error:
-        raise ToolValidationError(f"The patch of {params.path} does not fit: {error}") from error
-
-
 _EDITS: Mapping[str, AnyTool] = {
-    "create_file": _edit_tool("write_file", "Create a file.", "Created", _created),
-    "update_file": _edit_tool("edit_file", "Change a file.", "Updated", _updated),
+    "create_file": _edit_tool("write_file", "Create a file.", "create"),
+    "update_file": _edit_tool("edit_file", "Change a file.", "default"),
     "delete_file": next(tool for tool in file_tools() if tool.name == "delete_file"),
 }
 

@@ -334,8 +334,8 @@ class WinkExecutor(LocalPythonExecutor):
     Args:
         workspace: The directory, or a function of the variables that the agent was given
             (``additional_args``).
-        bridge: That of another executor, for an agent that it manages. Its
-            cells are then nested in the cell that calls it.
+        bridge: That of another executor, for an agent that it manages. Its cells are then nested
+            in the cell that calls it.
         additional_authorized_imports: As for ``LocalPythonExecutor``. With these or with functions,
             code can write files by itself, too.
         timeout_seconds: The time that a cell may take; time in tools does not count.
