@@ -294,7 +294,7 @@ class Bridge(Closes):
             framework's run context. By default each bridge begins a run of its own.
         reaches: How far the framework's own tools reach, by name: ``{"search": "read"}``. Those
             that read run concurrently. Of the others, one at a time: a scan finds what it changes.
-        idle: Close a run so many seconds after its last call; the next one opens it again. For
+        idle: Seconds after its last call until a run is closed; the next call reopens it. For
             frameworks that do not tell when their agent ends. Its runs need names.
     """
 
@@ -345,7 +345,7 @@ class Bridge(Closes):
     async def acall(
         self, tool: str | AnyTool, arguments: object = None, **about: Unpack[CallOptions]
     ) -> AnyResult:
-        """Run one call; one that is on record under its id returns its recorded answer."""
+        """Run a call, or return its recorded answer if its id is on record."""
         with self._running(about.get("context")) as run:
             return await run.registry.aexecute(tool, arguments, **run.options(about))
 
@@ -492,7 +492,7 @@ class Bridge(Closes):
             files = closing.enter_context(
                 _shared_by(root, lambda: HostFilesystem(root, shared=True))
             )
-            # A run without a name is nobody else's.
+            # A run without a name is not shared.
             named = (files.store, key or object())
             saved = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
             run.registry = closing.enter_context(
@@ -532,7 +532,7 @@ _sharing = threading.Lock()
 
 @contextmanager
 def _shared_by(key: object, begin: Callable[[], T]) -> Generator[T]:
-    """Yield what is open under a key; the last one that uses it closes it."""
+    """Yield the object open under a key; the last user closes it."""
     with _sharing:
         opened, users = _shared.get(key) or (begin(), 0)
         _shared[key] = opened, users + 1

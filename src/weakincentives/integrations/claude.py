@@ -419,7 +419,7 @@ class _Agent:
     async def _ask(
         self, request: ApprovalRequest, name: str, given: Input, use_id: str, hook_input: Any
     ) -> Approval | None:
-        """Return the answer to a question of our policies; None where nobody can be asked now."""
+        """Return the answer to a question of our policies; None if there is no one to ask."""
         if self._can_use_tool is None:
             return None
         context = sdk.ToolPermissionContext(
@@ -462,7 +462,7 @@ class _Agent:
             await self._bridge.arefuse(tool, given, reason, by=by, call_id=use_id)
 
     async def _forget(self, use_id: str, why: Suspended) -> bool:
-        """Take back an admission; returns whether there was one."""
+        """Cancel an admitted call; returns whether there was one."""
         use = self._uses.pop(use_id, None)
         if use is not None:
             await self._end(use, error=why)

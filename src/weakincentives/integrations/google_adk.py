@@ -124,7 +124,7 @@ def _as_caller(context: ToolContext) -> _Caller:
 def _call_id(context: ToolContext) -> str:
     """Return an id that is unique in a session.
 
-    Some models begin to count anew with every response, and several agents may run at a time.
+    Some models restart their ids with every response, and several agents may run at a time.
     """
     call_id, agent = context.function_call_id or "", context.agent_name
     if call_id.startswith("adk-"):  # made by ADK, where the model gives none
@@ -540,7 +540,7 @@ class WinkEnvironment(BaseEnvironment):
 
     Each command and each file that is read or written is a call of ours, under the policies of the
     plug-in: ``shell_execute``, ``read_file``, ``write_file``. Commands run in our sandbox; the
-    changes of one that fails are undone.
+    changes of a failed command are undone.
     """
 
     def __init__(

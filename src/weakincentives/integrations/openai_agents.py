@@ -100,7 +100,7 @@ class Wink(Closes):
     def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> agents.ShellTool:
         """Return a shell on the workspace, in our sandbox.
 
-        Each command is a call ``shell_execute``: the changes of one that fails are undone.
+        Each command is a call ``shell_execute``: the changes of a failed command are undone.
         """
         execute = _Shell(self._calls, "shell_call", "shell", shell_tool(sandbox))
         return agents.ShellTool(executor=execute, needs_approval=execute.asking())
@@ -565,7 +565,7 @@ _FIELDS = ("commands", "command", "timeout_ms", "type", "path", "diff", "move_to
 
 
 def _covered(calls: _Calls, tool: agents.Tool, reads: bool) -> agents.Tool:
-    """Return one of the agent's tools with its calls run as ours; others as they are."""
+    """Return one of the agent's tools with its calls run as ours; others unchanged."""
     slot, item = next((each for t, each in _ITEMS.items() if isinstance(tool, t)), ("name", ""))
     made: Any = copy(tool)
     work = getattr(made, slot)

@@ -236,7 +236,7 @@ class _Work(OwnWork):
 async def _run(
     bridge: Bridge, tool: AnyTool, arguments: Any, ctx: Context, validator: Any
 ) -> AnyResult:
-    """Make a call. One that needs approval is deferred, the framework's way."""
+    """Make a call; if it needs approval, defer it the framework's way."""
     approval = None
     if ctx.tool_call_approved:
         made, given = _made(ctx, ctx.tool_call_id), arguments
@@ -323,7 +323,7 @@ def _made(ctx: Context, call_id: str | None) -> messages.ToolCallPart | None:
 
 
 def _call_id(ctx: Context, call_id: str | None = None) -> str | None:
-    """Return the id of a call. Some models begin to count anew with every response."""
+    """Return the id of a call. Some models restart their ids with every response."""
     call_id = call_id or ctx.tool_call_id
     count = len(_calls(ctx, call_id))
     return f"{call_id}#{count}" if count > 1 else call_id

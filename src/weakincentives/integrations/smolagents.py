@@ -192,7 +192,7 @@ def _kinds(node: Schema) -> list[str]:
 
 
 def _inlined(node: Any, definitions: Schema, inside: tuple[str, ...] = ()) -> Any:
-    """Return a schema without references. One that leads back to itself becomes any object."""
+    """Return a schema with its references inlined; a recursive one becomes any object."""
     if isinstance(node, list):
         return [_inlined(each, definitions, inside) for each in cast("list[Any]", node)]
     if not isinstance(node, dict):
@@ -255,7 +255,7 @@ def _json_schema(node: Schema) -> Schema:
 
 
 def _understood(error: Exception) -> Exception:
-    """Return an exception of a tool of theirs: it is how that tells the model what is wrong."""
+    """Return an exception of a smolagents tool, worded for the model."""
     if isinstance(error, (Suspended, ToolValidationError)):
         return error
     text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
@@ -275,7 +275,7 @@ def _recordable(value: Any) -> Any:
 
 
 class _Work(OwnWork):
-    """One call of a tool of theirs, with its real arguments."""
+    """One call of a smolagents tool, with its real arguments."""
 
     def __init__(self, run: Callable[[Schema | None], Any], given: Mapping[str, Any]) -> None:
         super().__init__(self._run_edited)
@@ -307,7 +307,7 @@ def _needs_cover(tool: object) -> bool:
 
 
 def _covering(bridge: Bridge, tool: Any, work: _Work, reach: Reach | None) -> AnyTool:
-    """Return what a tool, or managed agent, of theirs is on record as. It checks no arguments."""
+    """Return a smolagents tool or managed agent as ours. Arguments are not checked."""
     is_ours = hasattr(getattr(tool, "python_executor", tool), "bridge")  # an agent with our calls
     options: Schema = {"writes": "api"} if is_ours else {}
     return bridge.covering(
@@ -500,7 +500,7 @@ def _why(result: AnyResult, uncopied: Sequence[str]) -> str:
 
 
 class _Cell:
-    """One cell on its way."""
+    """A running cell."""
 
     context: Context
     """Where its code runs; for threads that it starts."""
@@ -816,7 +816,7 @@ class WinkToolCallingAgent(Closes, ToolCallingAgent):
         """Make a call; whatever comes of it, the other calls of the step go on."""
         call_id = getattr(arguments, "call_id", None)
         if call_id in self._used:
-            call_id = None  # some models begin to count anew with every step
+            call_id = None  # some models restart their ids with every step
         elif call_id is not None:
             self._used.add(call_id)
         call = self._ours if isinstance(self.tools[name], WinkTool) else self._theirs
