@@ -258,7 +258,7 @@ class Scene:
         assert self.wink is not None
         found = next(
             each.registry.session[ToolInvoked].all()
-            for (_, key), each in self.wink._bridge._open.items()
+            for (_, key), each in self.wink._bridge._runs.items()
             if key == thread
         )
         return [(each.tool_name, each.success) for each in found if not each.suspended]

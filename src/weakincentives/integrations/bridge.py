@@ -1,18 +1,22 @@
-"""What all integrations share: the calls of another framework's agent, run as ours."""
+"""What all integrations share: the calls of another framework's agent, run as ours.
+
+A module for a framework, the host, only translates: its tools and results to ours and back, and its
+way of asking a person. Opening the workspace and the run, call ids, recorded answers, covering the
+host's own tools and adopting them are here.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from inspect import isawaitable
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
@@ -22,14 +26,19 @@ from weakincentives.filesystem import HostFilesystem
 from weakincentives.loops import run_blocking
 from weakincentives.prompt.approval import ApprovalAsked
 from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
-from weakincentives.prompt.tool import Tool
+from weakincentives.prompt.tool import Reach, Tool
+from weakincentives.retry import TIMEOUT
 from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    from weakincentives.contrib.tools import CommandOutput, SandboxSettings
+    from weakincentives.contrib.tools.sandbox.settings import SandboxChoice
     from weakincentives.prompt.approval import Approval
+    from weakincentives.prompt.context import ToolContext
     from weakincentives.runtime.hosted import Admission, OpenCall
     from weakincentives.runtime.saved import SavedSession
 
@@ -40,6 +49,9 @@ Workspace = str | os.PathLike[str] | Callable[[Any], "str | os.PathLike[str]"]
 """A directory, or a function that returns one for the framework's run context."""
 RunName = str | Callable[[Any], "str | None"] | None
 """The name of a run to continue, or a function that returns one for the framework's run context."""
+
+MAX_SHOWN = 20_000
+"""Characters of an approval request that a person is shown."""
 
 _Place = tuple[Path, str]
 """A directory, and the name of a run there."""
@@ -57,6 +69,45 @@ _FRAMEWORKS = {
 """Our module for a framework, by the package that its tools are from."""
 
 
+class BridgeOptions(TypedDict, total=False):
+    """The options of a bridge that integrations take as well: see ``Bridge``."""
+
+    tools: Iterable[object] | None
+    policies: Iterable[AnyPolicy]
+    title: str
+    run: RunName
+    reaches: Mapping[str, Reach] | None
+
+
+class CallOptions(TypedDict, total=False):
+    """What the host knows about a call."""
+
+    call_id: str | None
+    """The host's id of the call. A call that is on record under its id returns its recorded answer
+    and runs nothing."""
+    context: object
+    """The host's run context."""
+    approval: Approval | None
+    """What a person has decided."""
+
+
+class Closes:
+    """Something to close, or to use in a ``with`` block."""
+
+    def close(self) -> None:
+        """Release the workspace for good."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# The host's tools as ours
+
+
 def adopt(tool: object, **options: Any) -> AnyTool:
     """Return a tool of another framework as one of ours: its schema, rolled back on failure.
 
@@ -71,6 +122,16 @@ def adopt(tool: object, **options: Any) -> AnyTool:
             return home.adopt(tool, **options)
     raise TypeError(
         f"{tool!r} is not a tool of a framework we know; use @tool or Tool.from_schema for it"
+    )
+
+
+def adopted(
+    name: str, description: str, schema: Mapping[str, Any], handler: Any, **options: Any
+) -> AnyTool:
+    """Return a tool with a foreign name. Unless it only reads, a scan finds what it changes."""
+    options.setdefault("writes", "api" if options.get("reach") == "read" else "external")
+    return Tool.from_schema(
+        wire_name(name), description.strip() or name, schema, handler, **options
     )
 
 
@@ -96,21 +157,128 @@ def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A run on a workspace."""
+async def runs_elsewhere(params: Any, *, context: ToolContext) -> AnyResult:
+    """Stand in for the handler of a tool whose calls bring their own, or that the host runs."""
+    raise NotImplementedError("the host runs this tool")
+
+
+_NOTHING: Any = object()
+
+
+class OwnWork:
+    """The work of one of the host's own tools, inside a call of ours.
+
+    Its value or exception goes back to the host unchanged, unless the call did not run or was
+    rolled back afterwards: then the host gets ``answer``.
+    """
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._work = work
+        self.value: Any = _NOTHING
+        self.error: Exception | None = None
+
+    async def handler(self, params: Any, *, context: ToolContext) -> AnyResult:
+        """Do the work, as the handler of a tool."""
+        self.value, self.error = _NOTHING, None  # a call that conflicts is run again
+        try:
+            value = self._work(params)
+            self.value = await value if isawaitable(value) else value
+        except Exception as error:
+            self.error = error
+            return self.failed(error)
+        return self.recorded(self.value)
+
+    def sync_handler(self, params: Any, *, context: ToolContext) -> AnyResult:
+        """Do the work without an event loop: it must not await anything."""
+        return step_by_hand(partial(self.handler, params, context=context))
+
+    def failed(self, error: Exception) -> AnyResult:
+        """Return what goes on record of an exception, or raise it."""
+        raise error
+
+    def recorded(self, value: Any) -> AnyResult:
+        """Return what goes on record of a value; a failure rolls the call back."""
+        return ToolResult.ok(str(value))
+
+    def answer(self, result: AnyResult) -> Any:
+        """Return what the host is told instead of a value."""
+        return result.render()
+
+    @property
+    def has_value(self) -> bool:
+        return self.value is not _NOTHING
+
+    def outcome(self, result: AnyResult) -> Any:
+        """Return what the tool returned, or raise what it raised."""
+        if self.error is not None and (result.success or not self.has_value):
+            raise self.error
+        return self.value if self.has_value and result.success else self.answer(result)
+
+
+# Our sandbox as the host's shell
+
+
+def shell_tool(sandbox: SandboxChoice | SandboxSettings) -> AnyTool:
+    """Return ``shell_execute``, which runs a command on the workspace in our sandbox."""
+    from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection
+
+    # Only the tool is used: its files are those of the call.
+    section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
+    return next(each for each in section.tools if each.name == "shell_execute")
+
+
+def command_output(result: AnyResult) -> tuple[CommandOutput | None, bool]:
+    """Return a command's output, with what became of its changes if it failed, and whether it
+    timed out. There is none if the call was refused, or is on record in another process.
+    """
+    from weakincentives.contrib.tools import CommandOutput
+
+    value = result.value
+    timed_out = result.failure is not None and result.failure.code == TIMEOUT
+    if not isinstance(value, CommandOutput):
+        return None, timed_out
+    said = "" if result.success else result.message
+    stderr = "\n".join(part for part in (value.stderr.rstrip("\n"), said) if part)
+    return CommandOutput(value.exit_code, value.stdout, stderr, value.kept), timed_out
+
+
+# Runs and their calls
+
+
+class _Run:
+    """A run on a workspace, and what needs it."""
 
     registry: ToolRegistry
+    """Set when it is opened, like the two below."""
     mark: str
     """The short name of the run."""
     closing: ExitStack
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.users = 0
+        """Blocks and calls that need it."""
+        self.is_ending = False
+        """Close it as soon as nothing needs it."""
+        self.idle_since = 0.0
 
     def id_of(self, call_id: str | None) -> str | None:
         """Return our id of a call: frameworks' ids are unique in a run, ours in the workspace."""
         return None if call_id is None else f"{self.mark}:{call_id}"
 
+    def options(self, about: CallOptions) -> dict[str, Any]:
+        """Return the options of a call for the registry."""
+        call_id, approval = self.id_of(about.get("call_id")), about.get("approval")
+        return {"call_id": call_id, "once": True, "approval": approval}
 
-class Bridge:
+    def close(self) -> None:
+        self.is_ending = False
+        if self.is_open:
+            self.is_open = False
+            self.closing.close()
+
+
+class Bridge(Closes):
     """Runs the calls of another framework's agent as ours.
 
     It opens the workspace and begins a run with the first call; `wink log` shows it. Close it, or
@@ -124,7 +292,9 @@ class Bridge:
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it; may be a function of the
             framework's run context. By default each bridge begins a run of its own.
-        idle: Close a run so many seconds after its last call; the next one opens it again. For
+        reaches: How far the framework's own tools reach, by name: ``{"search": "read"}``. Those
+            that read run concurrently. Of the others, one at a time: a scan finds what it changes.
+        idle: Seconds after its last call until a run is closed; the next call reopens it. For
             frameworks that do not tell when their agent ends. Its runs need names.
     """
 
@@ -136,12 +306,14 @@ class Bridge:
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,
+        reaches: Mapping[str, Reach] | None = None,
         idle: float | None = None,
     ) -> None:
         # Now: the working directory may be another one later.
         self._workspace = workspace if callable(workspace) else Path(workspace).resolve()
         self._title = title
         self._run = run
+        self.reaches: Mapping[str, Reach] = reaches or {}
         self.policies: tuple[AnyPolicy, ...] = tuple(policies)
         if tools is None:
             from weakincentives.contrib.tools import file_tools
@@ -155,78 +327,40 @@ class Bridge:
             if all(tool.name != rest.name for tool in self.tools):
                 self.tools = (*self.tools, rest)
         self._lock = threading.Lock()
-        self._open: dict[_Place, _Opened] = {}
-        self._users = Counter[_Place]()
-        """Blocks and calls that need a run."""
-        self._ending: set[_Place] = set()
-        """Runs to close when nothing needs them."""
+        self._runs: dict[_Place, _Run] = {}
         self._closed = False
         self._idle = idle
-        self._since: dict[_Place, float] = {}
-        """When the last call of a run ended."""
         self._watch: threading.Thread | None = None
 
-    # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
+    def covering(
+        self, name: str, description: str | None, handler: Any = runs_elsewhere, **options: Any
+    ) -> AnyTool:
+        """Return one of the host's own tools as ours. It may be made for each call."""
+        reach = options.setdefault("reach", self.reaches.get(name))
+        options.setdefault("writes", "api" if reach == "read" else "external")
+        return own_tool(name, description or "", handler, **options)
+
+    # Calls
 
     async def acall(
-        self,
-        tool: str | AnyTool,
-        arguments: object = None,
-        *,
-        call_id: str | None = None,
-        context: object = None,
-        approval: Approval | None = None,
+        self, tool: str | AnyTool, arguments: object = None, **about: Unpack[CallOptions]
     ) -> AnyResult:
-        """Run one call; one that is on record under its id returns its recorded answer."""
-        with self._running(context) as run:
-            return await run.registry.aexecute(
-                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-            )
+        """Run a call, or return its recorded answer if its id is on record."""
+        with self._running(about.get("context")) as run:
+            return await run.registry.aexecute(tool, arguments, **run.options(about))
 
     def call(
-        self,
-        tool: str | AnyTool,
-        arguments: object = None,
-        *,
-        call_id: str | None = None,
-        context: object = None,
-        approval: Approval | None = None,
+        self, tool: str | AnyTool, arguments: object = None, **about: Unpack[CallOptions]
     ) -> AnyResult:
         """Run one call from sync code. Calls of several threads run concurrently, too."""
-        return run_blocking(
-            lambda: self.acall(tool, arguments, call_id=call_id, context=context, approval=approval)
-        )
+        return run_blocking(lambda: self.acall(tool, arguments, **about))
 
     async def aadmit(
-        self,
-        tool: str | AnyTool,
-        arguments: object = None,
-        *,
-        call_id: str | None = None,
-        context: object = None,
-        approval: Approval | None = None,
+        self, tool: str | AnyTool, arguments: object = None, **about: Unpack[CallOptions]
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
-        with self._running(context) as run:
-            return await run.registry.aadmit(
-                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-            )
-
-    def admit(
-        self,
-        tool: str | AnyTool,
-        arguments: object = None,
-        *,
-        call_id: str | None = None,
-        context: object = None,
-        approval: Approval | None = None,
-    ) -> Admission:
-        """Check from sync code whether a call may run."""
-        return run_blocking(
-            lambda: self.aadmit(
-                tool, arguments, call_id=call_id, context=context, approval=approval
-            )
-        )
+        with self._running(about.get("context")) as run:
+            return await run.registry.aadmit(tool, arguments, **run.options(about))
 
     async def arefuse(
         self,
@@ -244,44 +378,24 @@ class Bridge:
                 tool, arguments, reason, by=by, call_id=run.id_of(call_id)
             )
 
-    def refuse(
-        self,
-        tool: str | AnyTool,
-        arguments: object,
-        reason: str,
-        *,
-        by: str = "",
-        call_id: str | None = None,
-        context: object = None,
-    ) -> AnyResult:
-        """Record from sync code that a person denied a call."""
-        return run_blocking(
-            lambda: self.arefuse(tool, arguments, reason, by=by, call_id=call_id, context=context)
-        )
-
-    def has_asked(self, call_id: str, *, context: object = None) -> bool:
-        """Whether one of our policies waits for an answer about a call."""
-        run = self._opened(self._place(context))
-        asked = run.registry.session[ApprovalAsked].newest_first()
-        latest = next((each for each in asked if each.call_id == run.id_of(call_id)), None)
-        return latest is not None and latest.answer is None
-
     def begin(
-        self,
-        tool: str | AnyTool,
-        arguments: object = None,
-        *,
-        call_id: str | None = None,
-        context: object = None,
-        approval: Approval | None = None,
+        self, tool: str | AnyTool, arguments: object = None, **about: Unpack[CallOptions]
     ) -> OpenCall:
         """Return a call whose work the framework does itself: see ``OpenCall``."""
-        run = self._opened(self._place(context))
-        return run.registry.begin(
-            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-        )
+        run = self._opened(self._place(about.get("context")))
+        return run.registry.begin(tool, arguments, **run.options(about))
+
+    def asked(self, context: object = None) -> list[tuple[str, Approval | None]]:
+        """Return the calls that people were asked about, oldest first, and their answers."""
+        asked = self.registry(context).session[ApprovalAsked].all()
+        return [(each.call_id.partition(":")[2], each.answer) for each in asked]
 
     # The runs it has open
+
+    def directory(self, context: object = None) -> Path:
+        """Return the directory that a run context is about."""
+        workspace = self._workspace
+        return Path(workspace(context)).resolve() if callable(workspace) else workspace
 
     def registry(self, context: object = None) -> ToolRegistry:
         """Return the tools, session and workspace of a run; opens it if need be."""
@@ -294,67 +408,61 @@ class Bridge:
         For frameworks that tell when their agent begins and ends: between its runs, others can work
         on the directory, `wink undo` for example.
         """
-        place = self._place(context)
-        with self._used(place):
+        with self._used(self._place(context)) as run:
             try:
                 yield
             finally:
-                self._ending.add(place)
+                run.is_ending = True
 
     def release(self) -> None:
         """Close all runs once no call is under way; the next call opens its run again."""
-        for place in (*self._open,):
-            with self._used(place):
-                self._ending.add(place)
+        for place in (*self._runs,):
+            with self._used(place) as run:
+                run.is_ending = True
 
     @contextmanager
-    def _running(self, context: object) -> Generator[_Opened]:
+    def _running(self, context: object) -> Generator[_Run]:
         """Keep a run open for a call."""
         place = self._place(context)
         with self._used(place):
             yield self._opened(place)
 
     @contextmanager
-    def _used(self, place: _Place) -> Generator[None]:
+    def _used(self, place: _Place) -> Generator[_Run]:
         with self._lock:
-            self._users[place] += 1
+            run = self._runs.setdefault(place, _Run())
+            run.users += 1
         try:
-            yield
+            yield run
         finally:
-            with self._lock:
-                self._users[place] -= 1
-                if not self._users[place]:
-                    del self._users[place]
-                    if place in self._ending:
-                        self._close_run(place)
-                    elif self._idle is not None:
-                        self._since[place] = SYSTEM_CLOCK.monotonic()
-                        if self._watch is None:
-                            watch = threading.Thread(target=self._close_idle, args=[self._idle])
-                            watch.daemon = True
-                            self._watch = watch
-                            watch.start()
-
-    def _close_run(self, place: _Place) -> None:
-        # With the lock held: the same run may be opened again at once.
-        self._ending.discard(place)
-        ended = self._open.pop(place, None)
-        if ended is not None:
-            ended.closing.close()
+            with self._lock:  # also while it closes: the same run may be opened again at once
+                run.users -= 1
+                if not run.users and run.is_ending:
+                    run.close()
+                    self._runs.pop(place, None)
+                elif not run.users and self._idle is not None:
+                    run.idle_since = SYSTEM_CLOCK.monotonic()
+                    if self._watch is None:
+                        self._watch = threading.Thread(
+                            target=self._close_idle, args=[self._idle], daemon=True
+                        )
+                        self._watch.start()
 
     def _close_idle(self, seconds: float) -> None:
-        """Close runs as they become idle, until none is left."""
+        """Close runs as they become idle, until all that are left are in use."""
         never = threading.Event()
         pause: float | None = seconds
         while pause is not None:
             never.wait(pause)
             with self._lock:
-                now = SYSTEM_CLOCK.monotonic()
-                for place in [p for p, at in self._since.items() if now - at >= seconds]:
-                    del self._since[place]  # one in use comes back
-                    if not self._users[place]:
-                        self._close_run(place)
-                pause = min((at + seconds - now for at in self._since.values()), default=None)
+                now, pause = SYSTEM_CLOCK.monotonic(), None
+                for place, run in [*self._runs.items()]:
+                    left = run.idle_since + seconds - now
+                    if not run.users and left <= 0:
+                        run.close()
+                        del self._runs[place]
+                    elif not run.users:
+                        pause = left if pause is None else min(pause, left)
                 if pause is None:
                     self._watch = None
 
@@ -364,36 +472,36 @@ class Bridge:
         if under_way is not None:
             # An agent that a tool runs: its calls are part of that tool's call.
             session = under_way.lineage[0].around.context.session
-            for place, each in self._open.copy().items():
-                if each.registry.session is session:
+            for place, run in self._runs.copy().items():
+                if run.is_open and run.registry.session is session:
                     return place
-        workspace, name = self._workspace, self._run
-        root = Path(workspace(context)).resolve() if callable(workspace) else workspace
-        return root, (name(context) if callable(name) else name) or ""
+        name = self._run
+        return self.directory(context), (name(context) if callable(name) else name) or ""
 
-    def _opened(self, place: _Place) -> _Opened:
+    def _opened(self, place: _Place) -> _Run:
         with self._lock:
             if self._closed:
                 raise WinkError("this integration is closed; make a new one")
-            found = self._open.get(place)
-            if found is None:
-                found = self._open[place] = self._opening(*place)
-            return found
+            run = self._runs.setdefault(place, _Run())
+            if not run.is_open:
+                self._open(run, *place)
+            return run
 
-    def _opening(self, root: Path, key: str) -> _Opened:
+    def _open(self, run: _Run, root: Path, key: str) -> None:
         with ExitStack() as closing:
             files = closing.enter_context(
                 _shared_by(root, lambda: HostFilesystem(root, shared=True))
             )
-            # A run without a name is nobody else's.
+            # A run without a name is not shared.
             named = (files.store, key or object())
-            run = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
-            registry = closing.enter_context(
+            saved = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
+            run.registry = closing.enter_context(
                 ToolRegistry(
-                    self.tools, workspace=files, session=run.session, policies=self.policies
+                    self.tools, workspace=files, session=saved.session, policies=self.policies
                 )
             )
-            return _Opened(registry, run.mark, closing.pop_all())
+            run.mark, run.closing = saved.mark, closing.pop_all()
+            run.idle_since, run.is_open = SYSTEM_CLOCK.monotonic(), True
 
     def _run_on(self, files: HostFilesystem, key: str) -> SavedSession:
         """Begin a run, or continue the one of that name."""
@@ -411,21 +519,10 @@ class Bridge:
         """Release the workspace and end the run; calls are refused from now on."""
         with self._lock:
             self._closed = True
-            opened, self._open = self._open, {}
+            runs, self._runs = self._runs, {}
         with ExitStack() as all_runs:
-            for each in opened.values():
-                all_runs.enter_context(each.closing)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+            for run in runs.values():
+                all_runs.callback(run.close)
 
 
 _shared: dict[object, tuple[Any, int]] = {}
@@ -435,7 +532,7 @@ _sharing = threading.Lock()
 
 @contextmanager
 def _shared_by(key: object, begin: Callable[[], T]) -> Generator[T]:
-    """Yield what is open under a key; the last one that uses it closes it."""
+    """Yield the object open under a key; the last user closes it."""
     with _sharing:
         opened, users = _shared.get(key) or (begin(), 0)
         _shared[key] = opened, users + 1

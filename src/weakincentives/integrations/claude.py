@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from weakincentives.adapters.claude_program import (
     CALL_ID,
@@ -34,33 +34,20 @@ from weakincentives.adapters.claude_program import (
 from weakincentives.adapters.media import IMAGES, mcp_block
 from weakincentives.clock import since_boot
 from weakincentives.errors import ApprovalNeeded, MissingExtra, PolicyDenied, Suspended
-from weakincentives.integrations.bridge import AnyTool, Bridge, wire_name
+from weakincentives.integrations.bridge import MAX_SHOWN, AnyTool, Bridge, adopted
 from weakincentives.logs import get_logger
 from weakincentives.loops import run_blocking
 from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool
+from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS
 from weakincentives.runtime.hosted import OpenCall
 from weakincentives.tool_result import ToolResult
 
 try:
-    import claude_agent_sdk
-    from claude_agent_sdk import (
-        ClaudeAgentOptions,
-        ClaudeSDKClient,
-        HookMatcher,
-        Message,
-        PermissionResultAllow,
-        PermissionResultDeny,
-        ResultMessage,
-        SdkMcpTool,
-        ToolPermissionContext,
-        ToolResultBlock,
-        Transport,
-        UserMessage,
-    )
+    import claude_agent_sdk as sdk
+    from claude_agent_sdk import ClaudeAgentOptions, HookMatcher, Message, PermissionResultDeny
     from mcp.server import Server
     from mcp.types import CallToolResult, ListToolsResult
 except ImportError as error:
@@ -75,20 +62,23 @@ _PERSON = "can_use_tool"
 """Who has answered: the SDK does not say more."""
 _HOOK_SECONDS = 60.0
 """How long the program waits for a hook, by default."""
-_SHOWN = 20_000
-"""Characters of a question that a person is shown."""
+
+
+class Ours(TypedDict, total=False):
+    """What ``query`` and ``WinkClient`` take besides the SDK's arguments: see ``query``."""
+
+    workspace: str | os.PathLike[str]
+    policies: Iterable[AnyPolicy]
+    tools: Iterable[object]
+    run: str | None
+    approvals: Mapping[str, Approval] | None
 
 
 async def query(
     prompt: Prompt | None,
     options: ClaudeAgentOptions | None = None,
-    transport: Transport | None = None,
-    *,
-    workspace: str | os.PathLike[str] = ".",
-    policies: Iterable[AnyPolicy] = (),
-    tools: Iterable[object] = (),
-    run: str | None = None,
-    approvals: Mapping[str, Approval] | None = None,
+    transport: sdk.Transport | None = None,
+    **ours: Unpack[Ours],
 ) -> AsyncIterator[Message]:
     """Ask Claude as ``claude_agent_sdk.query`` does; yields the same messages.
 
@@ -108,10 +98,10 @@ async def query(
             ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call
             that needs approval is deferred if its tool is in this process, and else denied.
     """
-    agent = _Agent(options, workspace, policies, tools, run, approvals, _title(prompt))
+    agent = _Agent(options, _title(prompt), **ours)
     try:
         said = agent.nothing_more() if prompt is None else prompt
-        stream = claude_agent_sdk.query(prompt=said, options=agent.options, transport=transport)
+        stream = sdk.query(prompt=said, options=agent.options, transport=transport)
         agent.watch(stream)
         async for message in agent.messages():
             yield message
@@ -119,21 +109,16 @@ async def query(
         await agent.close()
 
 
-class WinkClient(ClaudeSDKClient):
+class WinkClient(sdk.ClaudeSDKClient):
     """A ``ClaudeSDKClient`` whose program works on a workspace: see ``query`` for the arguments."""
 
     def __init__(
         self,
         options: ClaudeAgentOptions | None = None,
-        transport: Transport | None = None,
-        *,
-        workspace: str | os.PathLike[str] = ".",
-        policies: Iterable[AnyPolicy] = (),
-        tools: Iterable[object] = (),
-        run: str | None = None,
-        approvals: Mapping[str, Approval] | None = None,
+        transport: sdk.Transport | None = None,
+        **ours: Unpack[Ours],
     ) -> None:
-        self._agent = _Agent(options, workspace, policies, tools, run, approvals)
+        self._agent = _Agent(options, **ours)
         super().__init__(self._agent.options, transport)
 
     async def connect(self, prompt: Prompt | None = None) -> None:
@@ -152,12 +137,12 @@ class WinkClient(ClaudeSDKClient):
             await self._agent.close()
 
 
-def adopt(tool: SdkMcpTool[Any], **options: Any) -> AnyTool:
+def adopt(tool: sdk.SdkMcpTool[Any], **options: Any) -> AnyTool:
     """Return a tool made with the SDK's ``@tool`` as one of ours."""
-    server: Any = claude_agent_sdk.create_sdk_mcp_server(tool.name, tools=[tool])["instance"]
+    server: Any = sdk.create_sdk_mcp_server(tool.name, tools=[tool])["instance"]
     listed = run_blocking(lambda: server.get_request_handler("tools/list").handler(None, None))
-    hints = tool.annotations
-    reads = hints is not None and hints.read_only_hint
+    if tool.annotations is not None and tool.annotations.read_only_hint:
+        options.setdefault("reach", "read")
     limit = options.get("max_result_chars", DEFAULT_MAX_RESULT_CHARS)
 
     async def run(params: Input, *, context: ToolContext) -> ToolResult[Any]:
@@ -166,14 +151,7 @@ def adopt(tool: SdkMcpTool[Any], **options: Any) -> AnyTool:
         said = output_of(CallToolResult.model_validate(made), limit=limit or _LIMITLESS)
         return ToolResult.error(said.text) if answer.get("is_error") else ToolResult.ok(said)
 
-    return Tool.from_schema(
-        wire_name(tool.name),
-        tool.description,
-        listed.tools[0].input_schema,
-        run,
-        **{"reach": "read"} if reads else {"writes": "external"},
-        **options,
-    )
+    return adopted(tool.name, tool.description, listed.tools[0].input_schema, run, **options)
 
 
 _LIMITLESS = 1 << 62
@@ -199,12 +177,13 @@ class _Agent:
     def __init__(
         self,
         options: ClaudeAgentOptions | None,
-        workspace: str | os.PathLike[str],
-        policies: Iterable[AnyPolicy],
-        tools: Iterable[object],
-        run: str | None,
-        approvals: Mapping[str, Approval] | None,
         title: str = "",
+        *,
+        workspace: str | os.PathLike[str] = ".",
+        policies: Iterable[AnyPolicy] = (),
+        tools: Iterable[object] = (),
+        run: str | None = None,
+        approvals: Mapping[str, Approval] | None = None,
     ) -> None:
         options = _with_session(options or ClaudeAgentOptions())
         self._root = os.path.realpath(workspace)
@@ -289,7 +268,9 @@ class _Agent:
             _logger.exception("%s could not begin, and does not run", name)
             return _decision("deny", f"Internal error: {error}")
         finally:
-            _give(self._check_of(use_id))
+            check = self._check_of(use_id)
+            if not check.done():
+                check.set_result(None)
 
     def _check_of(self, use_id: str) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().create_future()
@@ -417,8 +398,8 @@ class _Agent:
         return noted
 
     async def _on_question(
-        self, name: str, given: Input, context: ToolPermissionContext
-    ) -> PermissionResultAllow | PermissionResultDeny:
+        self, name: str, given: Input, context: sdk.ToolPermissionContext
+    ) -> sdk.PermissionResultAllow | PermissionResultDeny:
         """Pass on a question of the program's own rules; the answer counts for the call, too."""
         assert self._can_use_tool is not None
         answer, use_id = await self._can_use_tool(name, given, context), context.tool_use_id or ""
@@ -438,13 +419,13 @@ class _Agent:
     async def _ask(
         self, request: ApprovalRequest, name: str, given: Input, use_id: str, hook_input: Any
     ) -> Approval | None:
-        """Return the answer to a question of our policies; None where nobody can be asked now."""
+        """Return the answer to a question of our policies; None if there is no one to ask."""
         if self._can_use_tool is None:
             return None
-        context = ToolPermissionContext(
+        context = sdk.ToolPermissionContext(
             tool_use_id=use_id,
             agent_id=hook_input.get("agent_id"),
-            decision_reason=request.describe(_SHOWN),
+            decision_reason=request.describe(MAX_SHOWN),
             title=request.question,
             display_name=name,
             description=request.description,
@@ -481,7 +462,7 @@ class _Agent:
             await self._bridge.arefuse(tool, given, reason, by=by, call_id=use_id)
 
     async def _forget(self, use_id: str, why: Suspended) -> bool:
-        """Take back an admission; returns whether there was one."""
+        """Cancel an admitted call; returns whether there was one."""
         use = self._uses.pop(use_id, None)
         if use is not None:
             await self._end(use, error=why)
@@ -493,23 +474,19 @@ class _Agent:
         """Return a tool of the program as one of ours."""
         found = self._tools.get(name)
         if found is None:
-            found = self._tools[name] = Tool.from_schema(
+            found = self._tools[name] = self._bridge.covering(
                 self._name(name),
                 f"{name}, a tool of the Claude program.",
-                {"type": "object"},
-                _runs_elsewhere,
                 reach="read" if name in READING else "reversible" if name in EDITING else None,
-                writes="api" if name in READING else "external",
                 concurrent=name in READING,
                 preview=_preview if _is_native(name) else None,
-                max_result_chars=None,  # the program shows it
             )
         return found
 
     def _name(self, name: str) -> str:
         """Return our name of a tool; only servers of this process are not told apart by theirs."""
         server = self._server_of(name)
-        return wire_name(name.removeprefix("mcp__" if server is None else f"mcp__{server}__"))
+        return name.removeprefix("mcp__" if server is None else f"mcp__{server}__")
 
     def _server_of(self, name: str) -> str | None:
         """Return the server in this process that has a tool; None if it is elsewhere."""
@@ -568,11 +545,11 @@ class _Agent:
 
     async def _look(self, message: Message) -> None:
         """End calls that have no hook at their end: what did not run, or was interrupted."""
-        if isinstance(message, ResultMessage):
+        if isinstance(message, sdk.ResultMessage):
             self._idle.set()
-        blocks = message.content if isinstance(message, UserMessage) else []
+        blocks = message.content if isinstance(message, sdk.UserMessage) else []
         for block in blocks:
-            if isinstance(block, ToolResultBlock):
+            if isinstance(block, sdk.ToolResultBlock):
                 check = self._checks.pop(block.tool_use_id, None)
                 use = self._uses.pop(block.tool_use_id, None)
                 if check is None and not block.is_error and block.tool_use_id not in self._others:
@@ -675,10 +652,6 @@ def _preview(params: Input, *, context: ToolContext) -> CallPreview:
     )
 
 
-async def _runs_elsewhere(params: Input, *, context: ToolContext) -> ToolResult[Any]:
-    raise NotImplementedError("the Claude program runs this tool")
-
-
 def _servers_here(options: ClaudeAgentOptions) -> list[str]:
     """Return the MCP servers in this process, by the names that the program gives them."""
     servers = options.mcp_servers if isinstance(options.mcp_servers, dict) else {}
@@ -697,8 +670,3 @@ def _with_session(options: ClaudeAgentOptions) -> ClaudeAgentOptions:
 
 def _title(prompt: Prompt | None) -> str:
     return prompt.strip().partition("\n")[0][:80] if isinstance(prompt, str) else ""
-
-
-def _give(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

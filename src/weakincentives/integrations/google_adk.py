@@ -16,15 +16,9 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any, Unpack, cast
 
-from weakincentives.contrib.tools import (
-    CommandOutput,
-    PodmanSandboxConfig,
-    PodmanSandboxSection,
-    SandboxSettings,
-)
+from weakincentives.contrib.tools import SandboxSettings, file_tools
 from weakincentives.contrib.tools.sandbox.settings import SandboxChoice
 from weakincentives.errors import (
     ApprovalNeeded,
@@ -34,18 +28,19 @@ from weakincentives.errors import (
     ToolValidationError,
 )
 from weakincentives.integrations.bridge import (
+    MAX_SHOWN,
     AnyResult,
     AnyTool,
     Bridge,
-    RunName,
+    BridgeOptions,
     Workspace,
-    wire_name,
+    adopted,
+    command_output,
+    own_tool,
+    shell_tool,
 )
 from weakincentives.prompt import context as ours
 from weakincentives.prompt.approval import Approval
-from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Reach, Tool
-from weakincentives.retry import TIMEOUT
 from weakincentives.tool_result import ToolError, ToolResult, render_value
 
 try:
@@ -65,8 +60,6 @@ Suspended.register(NodeInterruptedError)
 
 Response = dict[str, Any]
 
-_MOST_SHOWN = 20_000
-"""Characters of a question to a person."""
 _WAITING = "This tool call requires confirmation, please approve or reject."
 _DECISIONS = ("transfer_to_agent", "transfer_reason", "escalate", "route", "skip_summarization")
 """The actions by which a tool directs ADK."""
@@ -131,7 +124,7 @@ def _as_caller(context: ToolContext) -> _Caller:
 def _call_id(context: ToolContext) -> str:
     """Return an id that is unique in a session.
 
-    Some models begin to count anew with every response, and several agents may run at a time.
+    Some models restart their ids with every response, and several agents may run at a time.
     """
     call_id, agent = context.function_call_id or "", context.agent_name
     if call_id.startswith("adk-"):  # made by ADK, where the model gives none
@@ -182,13 +175,10 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
         decisions = {name: each for name, each in decisions.items() if each is not None}
         return ToolResult.ok(AdkResponse(value, dict(actions.state_delta), decisions))
 
-    name, description = wire_name(theirs.name), theirs.description.strip() or theirs.name
-    writes = "api" if options.get("reach") == "read" else "external"
-    options = {"writes": writes, **options}
     try:
-        return Tool.from_schema(name, description, _schema(theirs), run, **options)
+        return adopted(theirs.name, theirs.description, _schema(theirs), run, **options)
     except ToolDefinitionError:  # ADK takes schemas that are none
-        return Tool.from_schema(name, description, {"type": "object"}, run, **options)
+        return adopted(theirs.name, theirs.description, {"type": "object"}, run, **options)
 
 
 def _declaration(tool: BaseTool) -> types.FunctionDeclaration | None:
@@ -288,7 +278,8 @@ async def _answered(
             if asks and not said.confirmed:
                 return await bridge.arefuse(tool, args, reason, by=by, **call)
             # A tool that has asked by itself reads the answer itself.
-            if asks or bridge.has_asked(caller.path, context=caller.context):
+            asked = [each for i, each in bridge.asked(caller.context) if i == caller.path]
+            if asks or asked[-1:] == [None]:
                 approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
         elif asks:
             admission = await bridge.aadmit(tool, args, **call)
@@ -303,7 +294,7 @@ async def _answered(
         if said is not None:
             reason = "another approval is needed, and ADK asks about a call only once"
             return await bridge.arefuse(tool, args, reason, **call)
-        context.request_confirmation(hint=needed.request.describe(_MOST_SHOWN))
+        context.request_confirmation(hint=needed.request.describe(MAX_SHOWN))
         return None
     finally:
         _caller.reset(outer)
@@ -363,34 +354,21 @@ class WinkPlugin(BasePlugin):
 
     Args:
         workspace: The directory, or a function of ADK's ``ToolContext``.
-        tools: What ``plugin.tools`` offers: our tools or ADK's; by default the file tools.
-        policies: They govern every call.
-        title: What `wink log` shows for a run.
-        run: The name of a run to continue; by default, each session of ADK has one.
-        reaches: How far the agent's other tools reach, by name. Unstated, they run one at a time,
-            and a scan finds the files that they change; those that ``read`` need neither.
+        options: Those of ``Bridge``. By default, each session of ADK has a run.
     """
 
     def __init__(
         self,
         workspace: Workspace = ".",
         *,
-        tools: Iterable[object] | None = None,
-        policies: Iterable[AnyPolicy] = (),
-        title: str = "",
-        run: RunName = None,
-        reaches: Mapping[str, Reach] | None = None,
         name: str = "wink",
+        **options: Unpack[BridgeOptions],
     ) -> None:
         super().__init__(name)
-        self.workspace = workspace
-        self.bridge = Bridge(
-            workspace, tools=tools, policies=policies, title=title, run=run or _session_name
-        )
+        options["run"] = options.get("run") or _session_name
+        self.bridge = Bridge(workspace, **options)
         self.tools = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
-        self._reaches = dict(reaches or {})
-        self._adopted: WeakKeyDictionary[BaseTool, AnyTool] = WeakKeyDictionary()
-        self._declared: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
+        self._adopted: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
 
     async def before_tool_callback(
         self, *, tool: BaseTool, tool_args: dict[str, Any], tool_context: ToolContext
@@ -462,21 +440,16 @@ class WinkPlugin(BasePlugin):
         return None
 
     def _ours(self, tool: BaseTool) -> AnyTool:
-        found = self._adopted.get(tool)
-        if found is None:
-            # ADK makes a new tool of a plain function for every invocation; the schema stays.
-            declared = _declaration(tool)
-            known, found = self._declared.get(tool.name, (None, None))
-            if found is None or known != declared:
-                found = self._newly(tool)
-                self._declared[tool.name] = declared, found
-            self._adopted[tool] = found
+        # ADK makes a new tool of a plain function for every invocation; the schema stays.
+        declared = _declaration(tool)
+        known, found = self._adopted.get(tool.name, (None, None))
+        if found is None or known != declared:
+            if _is_agent(tool):
+                found = adopt(tool, writes="api").replace(handler=_agent_begins)
+            else:
+                found = adopt(tool, reach=self.bridge.reaches.get(tool.name))
+            self._adopted[tool.name] = declared, found
         return found
-
-    def _newly(self, tool: BaseTool) -> AnyTool:
-        if _is_agent(tool):
-            return adopt(tool, writes="api").replace(handler=_agent_begins)
-        return adopt(tool, reach=self._reaches.get(tool.name))
 
     async def _handled(self, error: BaseException, given: dict[str, Any]) -> Any:
         """Tell the callbacks for errors, as ADK does; return the answer of one."""
@@ -567,53 +540,47 @@ class WinkEnvironment(BaseEnvironment):
 
     Each command and each file that is read or written is a call of ours, under the policies of the
     plug-in: ``shell_execute``, ``read_file``, ``write_file``. Commands run in our sandbox; the
-    changes of one that fails are undone.
+    changes of a failed command are undone.
     """
 
     def __init__(
         self, plugin: WinkPlugin, *, sandbox: SandboxChoice | SandboxSettings = "auto"
     ) -> None:
-        self._plugin = plugin
-        section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
-        tools = {tool.name: tool for tool in section.tools}
-        self._shell, self._write = tools["shell_execute"], tools["write_file"]
-        self._read = Tool.from_schema(
-            "read_file", "Read a file.", _params("path"), self._read_bytes, reach="read"
-        )
-        self._contents: dict[str, bytes] = {}
+        self._bridge = plugin.bridge
+        self._shell = shell_tool(sandbox)
 
     @property
     def working_dir(self) -> Path:
         """The directory of the workspace."""
-        workspace, call = self._plugin.workspace, _call.get()
-        found = workspace(call and call.context) if callable(workspace) else workspace
-        return Path(found).resolve()
+        call = _call.get()
+        return self._bridge.directory(call and call.context)
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecutionResult:
         """Run a command; its changes are committed if it exits with 0."""
         result = await self._made(self._shell, {"command": command, "timeout": timeout})
-        done = result.value
-        if not isinstance(done, CommandOutput):  # refused
+        done, timed_out = command_output(result)
+        if done is None:  # refused
             raise ToolValidationError(result.render())
-        stderr = done.stderr if result.success else f"{done.stderr}\n{result.message}".lstrip()
-        timed_out = result.failure is not None and result.failure.code == TIMEOUT
-        return ExecutionResult(done.exit_code, done.stdout, stderr, timed_out)
+        return ExecutionResult(done.exit_code, done.stdout, done.stderr, timed_out)
 
     async def read_file(self, path: Path) -> bytes:
         """Return what a file contains."""
+        found: list[bytes] = []
+
+        def read(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
+            found.append(context.filesystem.read_bytes(params["path"]))
+            return ToolResult.ok(message=f"{len(found[-1])} bytes")
+
+        tool = own_tool("read_file", "Read a file.", read, reach="read")
         # A recorded answer would be of no use: it has not the content.
-        result = await self._made(self._read, {"path": self._inside(path)}, once=False)
+        result = await self._made(tool, {"path": self._inside(path)}, once=False)
         if not result.success:
             raise FileNotFoundError(result.render())
-        return self._contents.pop(result.call_id)
-
-    def _read_bytes(self, params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
-        data = self._contents[context.call_id] = context.filesystem.read_bytes(params["path"])
-        return ToolResult.ok(message=f"{len(data)} bytes")
+        return found[-1]
 
     async def write_file(self, path: Path, content: str | bytes) -> None:
         """Write a file, and the directories above it."""
-        tool, arguments = self._write, {"path": self._inside(path), "overwrite": True}
+        tool, arguments = _WRITE_TEXT, {"path": self._inside(path), "overwrite": True}
         try:
             arguments["content"] = content if isinstance(content, str) else content.decode()
         except UnicodeDecodeError:
@@ -630,18 +597,13 @@ class WinkEnvironment(BaseEnvironment):
     async def _made(
         self, tool: AnyTool, arguments: dict[str, Any], *, once: bool = True
     ) -> AnyResult:
-        call, bridge = _call.get(), self._plugin.bridge
+        call = _call.get()
         if call is None:  # not from a tool of an agent
-            return await bridge.acall(tool, arguments)
-        result = await _answered(bridge, tool, arguments, call.context, once=once)
+            return await self._bridge.acall(tool, arguments)
+        result = await _answered(self._bridge, tool, arguments, call.context, once=once)
         if result is None:
             raise ToolValidationError(_waiting(call.context)["error"])
         return result
-
-
-def _params(*names: str) -> dict[str, Any]:
-    properties = {name: {"type": "string"} for name in names}
-    return {"type": "object", "properties": properties, "required": [*names]}
 
 
 def _write_bytes(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
@@ -650,6 +612,5 @@ def _write_bytes(params: dict[str, Any], *, context: ours.ToolContext) -> AnyRes
     return ToolResult.ok(message=f"{len(data)} bytes")
 
 
-_WRITE_BYTES = Tool.from_schema(
-    "write_file", "Write a file.", _params("path", "base64"), _write_bytes, reach="reversible"
-)
+_WRITE_TEXT = next(tool for tool in file_tools() if tool.name == "write_file")
+_WRITE_BYTES = own_tool("write_file", "Write a file.", _write_bytes, reach="reversible")

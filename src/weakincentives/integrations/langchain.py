@@ -10,8 +10,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Self, cast
+from typing import Annotated, Any, Literal, NotRequired, Self, Unpack, cast
 
 from weakincentives.call import new_id
 from weakincentives.errors import (
@@ -24,18 +23,21 @@ from weakincentives.errors import (
     WinkError,
 )
 from weakincentives.integrations.bridge import (
+    MAX_SHOWN,
     AnyResult,
     AnyTool,
     Bridge,
-    RunName,
+    BridgeOptions,
+    Closes,
+    OwnWork,
     Workspace,
-    wire_name,
+    adopted,
 )
 from weakincentives.logs import get_logger
 from weakincentives.loops import in_thread
-from weakincentives.prompt.approval import Approval, ApprovalAsked, ApprovalRequest
+from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.tool import Reach, Tool
+from weakincentives.prompt.tool import Reach
 from weakincentives.runtime.answers import INTERRUPTED
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.tool_result import ToolResult
@@ -60,9 +62,6 @@ try:
 except ImportError as error:
     raise MissingExtra("langchain", "langchain") from error
 
-if TYPE_CHECKING:
-    from weakincentives.prompt.policies import AnyPolicy
-
 Answer = ToolMessage | Command[Any]
 """What a tool gives its agent."""
 
@@ -78,8 +77,6 @@ _ALONE = (
 _MAX_DESCRIPTION = 1024
 _IDLE_SECONDS = 2.0
 """LangGraph does not tell when a run pauses. Then another process may continue it."""
-_MAX_SHOWN = 20_000
-"""Characters of a request that a person is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +91,9 @@ class _Call:
     """The model's id; None if no model made the call."""
     blocking: bool
     """Whether it was made from sync code."""
-    work: _OwnCall | None = None
-    """What to run, if it is a call of one of the agent's own tools."""
 
 
-class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
+class WinkMiddleware(Closes, AgentMiddleware[Any, Any, Any]):
     """Runs the tool calls of an agent as transactions: its own tools, and those offered here.
 
     List it last: middleware that retries or edits calls then does so around each transaction. One
@@ -112,58 +107,31 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
 
     Args:
         workspace: The directory, or a function of LangGraph's ``Runtime`` that returns it.
-        tools: Our tools, or LangChain's, to offer to the model; by default the file tools.
-        policies: They govern every call.
-        reaches: What the agent's own tools do, by name: ``{"search": "read"}``. A tool that reads
-            runs concurrently, and the workspace is not searched for changes afterwards.
         agents: Those of the agent's own tools that run an agent themselves. Such a call is checked
             and recorded when it begins; the calls of that agent are transactions of their own.
-        title: What `wink log` shows for the run.
-        run: The name of the run, or a function of the ``Runtime`` that returns it. By default the
-            thread id: a thread that is resumed in another process continues its run. With a name of
-            your own, a run that is repeated from its start gets its recorded answers.
+        options: Those of ``Bridge``. By default the thread id names the run: a thread that is
+            resumed in another process continues its run. With a name of your own, a run that is
+            repeated from its start gets its recorded answers.
     """
 
     def __init__(
         self,
         workspace: Workspace = ".",
         *,
-        tools: Iterable[object] | None = None,
-        policies: Iterable[AnyPolicy] = (),
-        reaches: Mapping[str, Reach] | None = None,
         agents: Iterable[str] = (),
-        title: str = "",
-        run: RunName = None,
+        **options: Unpack[BridgeOptions],
     ) -> None:
         super().__init__()
-        self._is_named = run is not None
-        self._bridge = Bridge(
-            workspace,
-            tools=tools,
-            policies=policies,
-            title=title,
-            run=_thread_or(new_id()) if run is None else run,
-            idle=_IDLE_SECONDS,
-        )
-        self._reaches: dict[str, Reach] = {**(reaches or {})}
+        self._is_named = options.get("run") is not None
+        if not self._is_named:
+            options["run"] = _thread_or(new_id())
+        self._bridge = Bridge(workspace, idle=_IDLE_SECONDS, **options)
         self._agents = frozenset(agents)
-        self._covers: dict[str, AnyTool] = {}
         self.tools = [_Offered.of(tool, self._answer) for tool in self._bridge.tools]
 
     def close(self) -> None:
         """Release the workspace; calls are refused from now on."""
         self._bridge.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # The agent's own tools
 
@@ -173,7 +141,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return handler(request)
-        return step_by_hand(self._cover, self._own(request, handler, True))
+        return step_by_hand(self._cover, request, handler, True)
 
     async def awrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
@@ -181,47 +149,32 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return await handler(request)
-        return await self._cover(self._own(request, handler, False))
+        return await self._cover(request, handler, False)
 
-    def _own(self, request: ToolCallRequest, handler: Any, blocking: bool) -> _OwnCall:
-        return _OwnCall(request, handler, blocking, self._reaches.get(request.tool_call["name"]))
-
-    async def _cover(self, work: _OwnCall) -> Answer:
-        call = work.request.tool_call
+    async def _cover(self, request: ToolCallRequest, handler: Any, blocking: bool) -> Answer:
+        call = request.tool_call
         name = call["name"]
-        tool = self._covers.get(name)
-        if tool is None:
-            reach = work.reach
-            tool = self._covers[name] = Tool.from_schema(
-                wire_name(name),
-                (work.request.tool.description if work.request.tool else "") or name,
-                {"type": "object"},  # the tool validates its arguments itself
-                _start_agent if name in self._agents else _run_own_call,
-                reach=reach,
-                writes="api" if reach == "read" or name in self._agents else "external",
-                max_result_chars=None,
-            )
-        token = _own_call.set(work)
-        try:
-            made = _Call(tool, name, call["args"], call["id"], work.blocking, work)
-            result = await self._answer(made)
-        finally:
-            _own_call.reset(token)
+        description = request.tool.description if request.tool else ""
+        work = _OwnCall(request, handler, blocking, self._bridge.reaches.get(name))
+        if name in self._agents:
+            tool = self._bridge.covering(name, description, _start_agent, writes="api")
+        else:
+            tool = self._bridge.covering(name, description, work.handler)
+        result = await self._answer(_Call(tool, name, call["args"], call["id"], blocking))
         if name in self._agents and result.success:
             given: Any = work.begin(cast("dict[str, Any]", result.value))
-            return given if work.blocking else await given
+            return given if blocking else await given
         return work.outcome(result)
 
     # Every call
 
     async def _answer(self, call: _Call) -> AnyResult:
         """Run a call, or return its recorded answer; interrupt the graph to ask a person."""
-        outer = _own_call.get()
-        if outer not in (None, call.work) and call.id is not None:
-            name = outer.request.tool_call["name"]
+        outer = _inside.get()
+        if outer and call.id is not None:
             raise WinkError(
-                f"{name} runs an agent, whose finished calls would be undone with it: name it in "
-                f"WinkMiddleware(agents={{{name!r}}})"
+                f"{outer} runs an agent, whose finished calls would be undone with it: name it in "
+                f"WinkMiddleware(agents={{{outer!r}}})"
             )
         runtime = _runtime()
         call_id = None if call.id is None else self._id_of(call.id, runtime)
@@ -236,7 +189,8 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
                 if call_id is None:
                     raise
                 node = call_id.rpartition(":")[0]
-                first = next(i for i, _ in self._asked(runtime) if i.rpartition(":")[0] == node)
+                asked = self._bridge.asked(runtime)
+                first = next(i for i, _ in asked if i.rpartition(":")[0] == node)
                 if first.partition("#")[0] == call_id:
                     approval = _ask(call, needed.request)
                 else:  # LangGraph does not tell the answers to one node apart
@@ -248,7 +202,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         An answer is for what was shown then, so it is read before the call is checked again.
         LangGraph counts the interrupts of a node: those that were answered are counted again.
         """
-        answers = [answer for asked, answer in self._asked(runtime) if asked == call_id]
+        answers = [answer for asked, answer in self._bridge.asked(runtime) if asked == call_id]
         try:
             for answer in answers:
                 if answer is not None and answer.reason != _ALONE:
@@ -256,11 +210,6 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
             return _ask(call) if answers and answers[-1] is None else None
         except GraphInterrupt:
             return None  # no answer yet: the question is made, and asked, again
-
-    def _asked(self, runtime: Runtime[Any] | None) -> list[tuple[str, Approval | None]]:
-        """Return the calls that people were asked about, oldest first, and their answers."""
-        asked = self._bridge.registry(runtime).session[ApprovalAsked].all()
-        return [(each.call_id.partition(":")[2], each.answer) for each in asked]
 
     def _id_of(self, tool_call_id: str, runtime: Runtime[Any] | None) -> str | None:
         """Return an id that is the same when its node runs again, and differs in other nodes."""
@@ -333,12 +282,16 @@ class _Offered(BaseTool):
         content: Any = text
         if result.media:
             content = [{"type": "text", "text": text}, *map(_block, result.media)]
-        return ToolMessage(
-            content,
-            name=self.name,
-            tool_call_id=tool_call_id,
-            status="success" if result.success else "error",
-        )
+        return _message({"name": self.name, "id": tool_call_id}, content, result)
+
+
+def _message(call: Mapping[str, Any], content: Any, result: AnyResult) -> ToolMessage:
+    return ToolMessage(
+        content,
+        name=call["name"],
+        tool_call_id=call["id"] or "",
+        status="success" if result.success else "error",
+    )
 
 
 def _block(media: Any) -> dict[str, str]:
@@ -353,8 +306,11 @@ def _block(media: Any) -> dict[str, str]:
 # Calls of the agent's own tools
 
 
-class _OwnCall:
-    """A call of one of the agent's own tools: how to run it, and what became of it."""
+_inside: ContextVar[str] = ContextVar("the agent's own tool that runs", default="")
+
+
+class _OwnCall(OwnWork):
+    """A call of one of the agent's own tools."""
 
     def __init__(
         self,
@@ -363,46 +319,38 @@ class _OwnCall:
         blocking: bool,
         reach: Reach | None,
     ) -> None:
-        self.request = request
-        self.blocking = blocking
-        self.reach = reach
-        self._handler = handler
-        self._given: Answer | None = None
+        super().__init__(self._ended)
+        self._request, self._handler = request, handler
+        self._blocking, self._reach = blocking, reach
         self._text = ""
-        self.raised: Exception | None = None
 
     def begin(self, arguments: dict[str, Any]) -> Any:
         """Start the tool, with arguments that a person may have edited."""
-        call: Any = {**self.request.tool_call, "args": arguments}
-        return self._handler(self.request.override(tool_call=call))
+        call: Any = {**self._request.tool_call, "args": arguments}
+        return self._handler(self._request.override(tool_call=call))
 
-    async def run(self, arguments: dict[str, Any]) -> AnyResult:
-        """Run the tool, and return what goes on record."""
-        try:
-            given = self._given = await self._ended(arguments)
-        except ParentCommand as handover:  # to another agent: the call has done its work
-            self.raised = handover
-            command: Any = cast("Exception", handover).args[0]
+    def failed(self, error: Exception) -> AnyResult:
+        if isinstance(error, ParentCommand):  # to another agent: the call has done its work
+            command: Any = cast("Exception", error).args[0]
             said = "handed over to another agent"
             return ToolResult(said, _saved(command), exclude_value_from_context=True)
-        except GraphBubbleUp:
-            raise
-        except Exception as error:
-            self.raised = error
-            if self.reach in ("compensable", "irreversible"):
-                raise  # it may have had its effect: it is not run again
-            # It ends the node, and the model is told nothing: a node that resumes runs it again.
-            return ToolResult.error(str(error) or type(error).__name__, code=INTERRUPTED)
-        self._text = _text_of(given)
-        if isinstance(given, ToolMessage) and given.status == "error":
-            undone = "" if self.request.tool is None else _UNDONE  # an unknown tool did nothing
+        if isinstance(error, GraphBubbleUp) or self._reach in ("compensable", "irreversible"):
+            raise error  # it may have had its effect: it is not run again
+        # It ends the node, and the model is told nothing: a node that resumes runs it again.
+        return ToolResult.error(str(error) or type(error).__name__, code=INTERRUPTED)
+
+    def recorded(self, value: Answer) -> AnyResult:
+        self._text = _text_of(value)
+        if isinstance(value, ToolMessage) and value.status == "error":
+            undone = "" if self._request.tool is None else _UNDONE  # an unknown tool did nothing
             return ToolResult.error("\n".join(filter(None, (self._text, undone))))
-        return ToolResult(self._text, _saved(given), exclude_value_from_context=True)
+        return ToolResult(self._text, _saved(value), exclude_value_from_context=True)
 
     async def _ended(self, arguments: dict[str, Any]) -> Answer:
-        if self.blocking:
+        _inside.set(self._request.tool_call["name"])
+        if self._blocking:
             return await in_thread(lambda: self.begin(arguments))
-        if self.request.tool is None or _is_async(self.request.tool):
+        if self._request.tool is None or _is_async(self._request.tool):
             return await self.begin(arguments)
         work = asyncio.ensure_future(self.begin(arguments))
         try:
@@ -414,18 +362,13 @@ class _OwnCall:
 
     def outcome(self, result: AnyResult) -> Answer:
         """Return what the tool gave, unchanged unless the model must be told more."""
-        if self.raised is not None:
-            raise self.raised
-        given = self._given
-        if given is None:
-            given = _loaded(result.value)
-            if given is not None:
-                return given
-            call = self.request.tool_call
-            status = "success" if result.success else "error"
-            return ToolMessage(
-                result.render(), name=call["name"], tool_call_id=call["id"] or "", status=status
+        if self.error is not None:
+            raise self.error
+        if not self.has_value:
+            return _loaded(result.value) or _message(
+                self._request.tool_call, result.render(), result
             )
+        given: Answer = self.value
         more = result.message.removeprefix(self._text).lstrip("\n")
         if not more or not isinstance(given, ToolMessage):
             return given
@@ -435,15 +378,6 @@ class _OwnCall:
         else:
             content = [*content, {"type": "text", "text": more}]
         return given.model_copy(update={"content": content})
-
-
-_own_call: ContextVar[_OwnCall | None] = ContextVar("own call", default=None)
-
-
-async def _run_own_call(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-    work = _own_call.get()
-    assert work is not None
-    return await work.run(params)
 
 
 def _start_agent(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
@@ -508,7 +442,7 @@ def _ask(call: _Call, request: ApprovalRequest | None = None) -> Approval:
         "tool_call_id": call.id,
         "name": call.name,
         "args": dict(request.arguments),
-        "description": request.describe(_MAX_SHOWN),
+        "description": request.describe(MAX_SHOWN),
     }
 
     def answer(given: Any) -> Any:
@@ -575,12 +509,12 @@ def adopt(tool: BaseTool, **options: Any) -> AnyTool:
             raise ToolValidationError(str(error)) from error
 
     schema: Any = tool.tool_call_schema
-    return Tool.from_schema(
-        options.pop("name", wire_name(tool.name)),
-        options.pop("description", tool.description or tool.name),
+    return adopted(
+        options.pop("name", tool.name),
+        options.pop("description", tool.description),
         cast("Any", schema if isinstance(schema, Mapping) else schema.model_json_schema()),
-        cast("Any", ahandle if _is_async(tool) else handle),
-        **{"writes": "external", **options},
+        ahandle if _is_async(tool) else handle,
+        **options,
     )
 
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, TypeVar, Unpack, cast
 
-from weakincentives.contrib.tools import (
-    CommandOutput,
-    PodmanSandboxConfig,
-    PodmanSandboxSection,
-    SandboxSettings,
-    file_tools,
-)
+from weakincentives.contrib.tools import SandboxSettings, file_tools
 from weakincentives.contrib.tools.sandbox.settings import SandboxChoice
 from weakincentives.errors import (
     AlreadyExists,
@@ -35,49 +28,22 @@ from weakincentives.integrations.bridge import (
     AnyResult,
     AnyTool,
     Bridge,
-    RunName,
+    BridgeOptions,
+    Closes,
+    OwnWork,
     Workspace,
-    own_tool,
-    wire_name,
+    adopted,
+    command_output,
+    shell_tool,
 )
 from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalRequest, CallPreview
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Tool
-from weakincentives.retry import TIMEOUT
 from weakincentives.serde import dump
 from weakincentives.tool_result import ToolResult
 
 try:
-    from agents import (
-        Agent,
-        AgentHooks,
-        ApplyPatchEditor,
-        ApplyPatchOperation,
-        ApplyPatchResult,
-        ApplyPatchTool,
-        CustomTool,
-        FunctionTool,
-        LocalShellTool,
-        ModelBehaviorError,
-        RunContextWrapper,
-        RunState,
-        ShellActionRequest,
-        ShellCallOutcome,
-        ShellCommandOutput,
-        ShellCommandRequest,
-        ShellResult,
-        ShellTool,
-        SpanError,
-        ToolApprovalItem,
-        ToolOriginType,
-        ToolOutputFileContent,
-        ToolOutputImage,
-        ToolOutputText,
-        apply_diff,
-        get_current_span,
-    )
-    from agents import Tool as AgentTool
+    import agents
     from agents.tool import (
         get_function_tool_origin,
         maybe_invoke_function_tool_failure_error_function,
@@ -88,14 +54,14 @@ except ImportError as error:
     raise MissingExtra("openai-agents", "openai-agents") from error
 
 TContext = TypeVar("TContext")
-Run = RunContextWrapper[Any]
+Run = agents.RunContextWrapper[Any]
 
 _MAX_DESCRIPTION = 1024
 """Characters that the provider takes."""
 _REJECTED = "Tool execution was not approved."
 
 
-class Wink:
+class Wink(Closes):
     """Runs the tools of agents as transactions on a workspace.
 
     >>> with Wink(workspace=".") as wink:  # doctest: +SKIP
@@ -108,63 +74,49 @@ class Wink:
 
     Args:
         workspace: The directory, or a function of the ``RunContextWrapper``.
-        tools: What ``tools()`` offers, ours or ``FunctionTool``; by default our file tools.
-        policies: They govern every call. ``ApprovalPolicy(tools={...})`` interrupts the run, as
+        options: Those of ``Bridge``. ``ApprovalPolicy(tools={...})`` interrupts the run, as
             ``needs_approval`` does.
-        title: What `wink log` shows for the run.
-        run: Names the run, so that another process continues it; may be a function of the
-            ``RunContextWrapper``.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace = ".",
-        *,
-        tools: Iterable[object] | None = None,
-        policies: Iterable[AnyPolicy] = (),
-        title: str = "",
-        run: RunName = None,
-    ) -> None:
-        self.bridge = Bridge(workspace, tools=tools, policies=policies, title=title, run=run)
+    def __init__(self, workspace: Workspace = ".", **options: Unpack[BridgeOptions]) -> None:
+        self.bridge = Bridge(workspace, **options)
         self._calls = _Calls(self.bridge)
 
-    def tools(self) -> list[AgentTool]:
+    def tools(self) -> list[agents.Tool]:
         """Return our tools for an agent, and one that reads the rest of a long result."""
         return [self._offered(tool) for tool in self.bridge.tools]
 
-    def _offered(self, tool: AnyTool) -> FunctionTool:
-        invoke = _Function(self._calls, tool)
-        return FunctionTool(
+    def _offered(self, tool: AnyTool) -> agents.FunctionTool:
+        invoke = _Function(self._calls, "function_call", tool.name, tool)
+        return agents.FunctionTool(
             name=tool.name,
             description=tool.text(_MAX_DESCRIPTION),
             params_json_schema=tool.parameters,
             on_invoke_tool=invoke,
             strict_json_schema=False,  # as declared; we check it, and tell the model all errors
-            needs_approval=self._calls.needs_approval(False, tool.name, tool, invoke.calls),
+            needs_approval=invoke.asking(),
         )
 
-    def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> ShellTool:
+    def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> agents.ShellTool:
         """Return a shell on the workspace, in our sandbox.
 
-        Each command is a call ``shell_execute``: the changes of one that fails are undone.
+        Each command is a call ``shell_execute``: the changes of a failed command are undone.
         """
-        # Only the tool is used: its files are those of the call.
-        section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
-        tool = next(each for each in section.tools if each.name == "shell_execute")
-        execute = _Shell(self._calls, tool)
-        needs_approval = self._calls.needs_approval(False, "shell", tool, execute.calls)
-        return ShellTool(executor=execute, needs_approval=needs_approval)
+        execute = _Shell(self._calls, "shell_call", "shell", shell_tool(sandbox))
+        return agents.ShellTool(executor=execute, needs_approval=execute.asking())
 
-    def editor(self) -> ApplyPatchTool:
+    def editor(self) -> agents.ApplyPatchTool:
         """Return an editor on the workspace.
 
         Each operation is a call: ``write_file``, ``edit_file`` or ``delete_file``, so policies for
         those hold.
         """
         editor = _Editor(self._calls)
-        return ApplyPatchTool(editor=editor, needs_approval=editor.needs_approval)
+        return agents.ApplyPatchTool(editor=editor, needs_approval=editor.needs_approval)
 
-    def cover(self, agent: Agent[TContext], *, reads: Collection[str] = ()) -> Agent[TContext]:
+    def cover(
+        self, agent: agents.Agent[TContext], *, reads: Collection[str] = ()
+    ) -> agents.Agent[TContext]:
         """Return a copy of an agent whose own tools run as our calls.
 
         What they change in the workspace is scanned for, and undone if they raise: also if the
@@ -179,9 +131,9 @@ class Wink:
         tools = [_covered(self._calls, tool, tool.name in reads) for tool in agent.tools]
         return agent.clone(tools=tools, hooks=_Hooks(self._calls, agent.hooks))
 
-    # Answers of a person: RunState has no place for the name
+    # Answers of a person: agents.RunState has no place for the name
 
-    def requests(self, item: ToolApprovalItem) -> tuple[ApprovalRequest, ...]:
+    def requests(self, item: agents.ToolApprovalItem) -> tuple[ApprovalRequest, ...]:
         """Return what to show a person of an interruption: arguments, diff, reach.
 
         One for each command of a shell call; none for a call that was interrupted by another
@@ -192,8 +144,8 @@ class Wink:
 
     def approve(
         self,
-        state: RunState[Any, Any],
-        item: ToolApprovalItem,
+        state: agents.RunState[Any, Any],
+        item: agents.ToolApprovalItem,
         *,
         by: str = "",
         always: bool = False,
@@ -204,8 +156,8 @@ class Wink:
 
     def reject(
         self,
-        state: RunState[Any, Any],
-        item: ToolApprovalItem,
+        state: agents.RunState[Any, Any],
+        item: agents.ToolApprovalItem,
         reason: str = "",
         *,
         by: str = "",
@@ -224,19 +176,8 @@ class Wink:
         """Release the workspace for good."""
         self.bridge.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def adopt(tool: FunctionTool, *, context: object = None, **options: Any) -> AnyTool:
+def adopt(tool: agents.FunctionTool, *, context: object = None, **options: Any) -> AnyTool:
     """Return a ``FunctionTool`` as one of our tools.
 
     An exception of the function is a failure, also where the framework would tell the model.
@@ -262,12 +203,11 @@ def adopt(tool: FunctionTool, *, context: object = None, **options: Any) -> AnyT
         call = CallContext[Any](
             run_context, tool_name=tool.name, tool_call_id=context.call_id, tool_arguments=text
         )
-        return ToolResult.ok(_text(await raising.on_invoke_tool(call, text)))
+        return ToolResult.ok(str(await raising.on_invoke_tool(call, text)))
 
     run_context = context
-    options = {"writes": "external", "timeout": tool.timeout_seconds, **options}
-    name, text = wire_name(tool.name), tool.description or tool.name
-    return Tool.from_schema(name, text, tool.params_json_schema, handler, **options)
+    options.setdefault("timeout", tool.timeout_seconds)
+    return adopted(tool.name, tool.description, tool.params_json_schema, handler, **options)
 
 
 # Calls
@@ -288,16 +228,6 @@ class _Call:
         return self.of if self.number == 1 else f"{self.of}:{self.number}"
 
 
-@dataclass(slots=True)
-class _Done:
-    """How a call of one of the agent's own tools ended."""
-
-    value: Any = None
-    error: Exception | None = None
-    result: AnyResult | None = None
-    """Set if the model gets this instead: the tool did not run, or was undone afterwards."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A call of the framework that a person is asked about."""
@@ -315,8 +245,8 @@ class _Calls:
         self.bridge = bridge
         self.answered_by: dict[str, str] = {}
         self.asked: dict[str, _Asked] = {}
-        self.offered: dict[tuple[str, str], Callable[[Mapping[str, Any]], Sequence[_Call]]] = {}
-        """How an item of the conversation becomes calls: by its type and the tool's name."""
+        self.offered: dict[tuple[str, str], _Ours] = {}
+        """By the type of its calls in a conversation, and its name there."""
 
     async def run(self, call: _Call, run: Run | None, name: str) -> AnyResult:
         """Run a call of the tool that the framework knows by a name."""
@@ -331,50 +261,9 @@ class _Calls:
             # It is needed only since the framework has looked: from here it cannot be interrupted.
             return ToolResult.error(f"Call '{name}' again: by now, it needs approval")
 
-    async def run_own(
-        self, call: _Call, run: Run | None, name: str, work: Callable[[], Any]
-    ) -> _Done:
-        """Run the framework's own work as a call. What it returns or raises stays as it is."""
-        done, finished, undone = _Done(), False, False
-
-        async def handler(params: object, *, context: ToolContext) -> AnyResult:
-            nonlocal finished, undone
-            try:
-                value = work()
-                done.value = await value if isawaitable(value) else value
-            except Exception as error:
-                if isinstance(error, Suspended):
-                    raise
-                done.error = error
-                return ToolResult.error(f"{type(error).__name__}: {error}")
-            finished = True
-            if isinstance(done.value, ApplyPatchResult) and done.value.status == "failed":
-                undone = True
-                return ToolResult.error(done.value.output or "The operation failed")
-            return ToolResult.ok(_text(done.value))
-
-        result = await self.run(replace(call, tool=call.tool.replace(handler=handler)), run, name)
-        if done.error is None and not (undone or (finished and result.success)):
-            done.result = result
-        return done
-
     # Approval
 
-    def needs_approval(
-        self, own: Any, name: str, tool: AnyTool, calls_of: Callable[[Any, str], Sequence[_Call]]
-    ) -> Any:
-        """Return the ``needs_approval`` of a tool: its own, and what our policies say."""
-        if own is False and not self._may_ask(tool):
-            return False
-
-        async def needs_approval(run: Run, given: Any, call_id: str) -> bool:
-            wanted = own(run, given, call_id) if callable(own) else own
-            wanted = await cast("Awaitable[object]", wanted) if isawaitable(wanted) else wanted
-            return await self.asks(name, calls_of(given, call_id), run, bool(wanted))
-
-        return needs_approval
-
-    def _may_ask(self, tool: AnyTool) -> bool:
+    def may_ask(self, tool: AnyTool) -> bool:
         """Whether a policy leaves it to the framework to ask a person about a tool."""
         asking = (each for each in self.bridge.policies if isinstance(each, ApprovalPolicy))
         return any(each.ask is None and each.applies_to(tool) for each in asking)
@@ -383,7 +272,7 @@ class _Calls:
         """Whether a person must be asked. A call that is refused finds its answer on record."""
         requests: list[ApprovalRequest] = []
         for call in calls:
-            if self._may_ask(call.tool):
+            if self.may_ask(call.tool):
                 admission = await self.bridge.aadmit(
                     call.tool, call.arguments, call_id=call.id, context=run
                 )
@@ -400,9 +289,10 @@ class _Calls:
             name = f"{item['namespace']}.{name}" if item.get("namespace") else name
             found = self.asked.get(call_id)  # a conversation that the provider keeps is not given
             was_asked = found is not None
-            for (kind, offered), calls_of in self.offered.items():
+            for (kind, offered), tool in self.offered.items():
                 if kind == item.get("type") and name in ("", offered):
-                    found = _Asked(offered, calls_of(item))
+                    part = next(item[each] for each in _PARTS if item.get(each) is not None)
+                    found = _Asked(offered, tool.calls(part, call_id))
             if found is None or run.is_tool_approved(found.name, call_id) is not False:
                 continue
             reason = run.get_rejection_message(found.name, call_id) or ""
@@ -422,8 +312,8 @@ def _is_approved(run: Run | None, name: str, call_id: str) -> bool:
     """Whether a person has approved a call in the framework."""
     if isinstance(run, CallContext) and run.agent is not None and run.tool_call is not None:
         # Of several agents with a tool of that name, one may be allowed to use it always.
-        item = ToolApprovalItem(agent=cast("Any", run.agent), raw_item=run.tool_call)
-        with suppress(ModelBehaviorError):  # it is not known by this name
+        item = agents.ToolApprovalItem(agent=cast("Any", run.agent), raw_item=run.tool_call)
+        with suppress(agents.ModelBehaviorError):  # it is not known by this name
             status = run.get_approval_status(
                 item.tool_name or name,
                 call_id,
@@ -435,7 +325,7 @@ def _is_approved(run: Run | None, name: str, call_id: str) -> bool:
     return run is not None and run.is_tool_approved(name, call_id) is True
 
 
-class _Hooks(AgentHooks[Any]):
+class _Hooks(agents.AgentHooks[Any]):
     """Looks for denials before each request to the model; otherwise the agent's own hooks."""
 
     def __init__(self, calls: _Calls, own: Any) -> None:
@@ -456,78 +346,92 @@ class _Hooks(AgentHooks[Any]):
 
 
 class _Ours:
-    """Marks what runs as our calls."""
+    """What a tool of the framework does: its calls run as ours."""
+
+    def __init__(self, calls: _Calls, kind: str, name: str, tool: AnyTool) -> None:
+        self._calls, self._name, self._tool = calls, name, tool
+        calls.offered[kind, name] = self
+
+    def calls(self, part: Any, call_id: str | None) -> list[_Call]:
+        """Return the calls that one of the framework's is, from its arguments."""
+        return [_Call(self._tool, _given(part), call_id)]
+
+    def asking(self, own: Any = False) -> Any:
+        """Return the ``needs_approval`` of the tool: its own, and what our policies say."""
+        if own is False and not self._calls.may_ask(self._tool):
+            return False
+
+        async def needs_approval(run: Run, given: Any, call_id: str) -> bool:
+            wanted = own(run, given, call_id) if callable(own) else own
+            wanted = await cast("Awaitable[object]", wanted) if isawaitable(wanted) else wanted
+            return await self._calls.asks(
+                self._name, self.calls(given, call_id), run, wanted=bool(wanted)
+            )
+
+        return needs_approval
 
 
 class _Function(_Ours):
     """One of our tools."""
 
-    def __init__(self, calls: _Calls, tool: AnyTool) -> None:
-        self._calls, self._tool = calls, tool
-        calls.offered["function_call", tool.name] = lambda item: self.calls(
-            _arguments(item["arguments"]), item["call_id"]
-        )
-
-    def calls(self, arguments: object, call_id: str) -> list[_Call]:
+    def calls(self, part: Any, call_id: str | None) -> list[_Call]:
+        arguments = _arguments(part) if isinstance(part, str) else part
         return [_Call(self._tool, arguments, call_id)]
 
     async def __call__(self, run: CallContext[Any], text: str) -> object:
-        call = _Call(self._tool, _arguments(text), run.tool_call_id)
-        return _shown(await self._calls.run(call, run, self._tool.name), self._tool)
+        (call,) = self.calls(text, run.tool_call_id)
+        return _shown(await self._calls.run(call, run, self._name), self._tool)
 
 
 class _Shell(_Ours):
     """Our shell: each command is a call."""
 
-    def __init__(self, calls: _Calls, tool: AnyTool) -> None:
-        self._calls, self._tool = calls, tool
-        calls.offered["shell_call", "shell"] = lambda item: self.calls(
-            ShellActionRequest(item["action"]["commands"], item["action"].get("timeout_ms")),
-            item["call_id"],
-        )
-
-    def calls(self, action: ShellActionRequest, call_id: str) -> list[_Call]:
-        limit = {"timeout": action.timeout_ms / 1000} if action.timeout_ms else {}
+    def calls(self, part: Any, call_id: str | None) -> list[_Call]:
+        action = _given(part)
+        limit = {"timeout": action["timeout_ms"] / 1000} if action.get("timeout_ms") else {}
         return [
             _Call(self._tool, {"command": command, **limit}, call_id, number)
-            for number, command in enumerate(action.commands, 1)
+            for number, command in enumerate(action["commands"], 1)
         ]
 
-    async def __call__(self, request: ShellCommandRequest) -> ShellResult:
-        action, outputs = request.data.action, list[ShellCommandOutput]()
+    async def __call__(self, request: agents.ShellCommandRequest) -> agents.ShellResult:
+        action, outputs = request.data.action, list[agents.ShellCommandOutput]()
         calls = self.calls(action, request.data.call_id)
         for command, call in zip(action.commands, calls, strict=True):
-            result = await self._calls.run(call, request.ctx_wrapper, "shell")
+            result = await self._calls.run(call, request.ctx_wrapper, self._name)
             outputs.append(_output(command, result))
-        return ShellResult(outputs, action.max_output_length)
+        return agents.ShellResult(outputs, action.max_output_length)
 
 
 class _Editor(_Ours):
     """Our editor: each operation is a call."""
 
     def __init__(self, calls: _Calls) -> None:
-        self._calls = calls
-        self._ids: dict[int, tuple[ApplyPatchOperation, str]] = {}
+        super().__init__(calls, "apply_patch_call", "apply_patch", _EDITS["update_file"])
+        self._ids: dict[int, tuple[agents.ApplyPatchOperation, str]] = {}
         """The framework's ids of calls, by the identity of an operation, which is kept alive."""
-        calls.offered["apply_patch_call", "apply_patch"] = lambda item: [
-            _edit(operation, item["call_id"])
-            for operation in item.get("operations") or [item["operation"]]
-        ]
 
-    async def needs_approval(self, run: Run, operation: ApplyPatchOperation, call_id: str) -> bool:
+    def calls(self, part: Any, call_id: str | None) -> list[_Call]:
+        parts = cast("list[Any]", part if isinstance(part, list) else [part])
+        operations = [_given(each) for each in parts]
+        return [_Call(_EDITS[each.pop("type")], each, call_id) for each in operations]
+
+    async def needs_approval(
+        self, run: Run, operation: agents.ApplyPatchOperation, call_id: str
+    ) -> bool:
         # The only place where the framework says which call an operation belongs to.
-        if await self._calls.asks("apply_patch", [_edit(operation, call_id)], run):
+        if await self._calls.asks(self._name, self.calls(operation, call_id), run):
             return True
         self._ids[id(operation)] = operation, call_id
         return False
 
-    async def create_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
+    async def create_file(self, operation: agents.ApplyPatchOperation) -> agents.ApplyPatchResult:
         run = operation.ctx_wrapper
         _, call_id = self._ids.pop(id(operation), (operation, None))
-        call = _edit(operation, call_id)
+        (call,) = self.calls(operation, call_id)
         if call_id is None:
             call = replace(call, of=self._asked(call, run))
-        return _edited(await self._calls.run(call, run, "apply_patch"))
+        return _edited(await self._calls.run(call, run, self._name))
 
     update_file = delete_file = create_file
 
@@ -551,15 +455,24 @@ class _Patch:
     """The new path of the file."""
 
 
-def _edit_tool(
-    name: str, description: str, done: str, content: Callable[[_Patch, Filesystem], str]
-) -> AnyTool:
+def _edit_tool(name: str, description: str, mode: Literal["create", "default"]) -> AnyTool:
+    def content(params: _Patch, files: Filesystem) -> str:
+        if mode == "create" and files.exists(params.path):
+            raise AlreadyExists(f"{params.path} exists already: update it")
+        before = "" if mode == "create" else files.read(params.path)
+        try:
+            return agents.apply_diff(before, params.diff, mode)
+        except ValueError as error:
+            said = f"The patch of {params.path} does not fit: {error}"
+            raise ToolValidationError(said) from error
+
     def apply(params: _Patch, *, context: ToolContext) -> ToolResult[None]:
         context.filesystem.write(params.path, content(params, context.filesystem))
-        if not params.move_to:
-            return ToolResult.ok(None, f"{done} {params.path}")
-        context.filesystem.move(params.path, params.move_to)
-        return ToolResult.ok(None, f"{done} {params.path} and moved it to {params.move_to}")
+        done = f"{'Created' if mode == 'create' else 'Updated'} {params.path}"
+        if params.move_to:
+            context.filesystem.move(params.path, params.move_to)
+            done += f" and moved it to {params.move_to}"
+        return ToolResult.ok(None, done)
 
     def preview(params: _Patch, *, context: ToolContext) -> CallPreview:
         files = context.filesystem
@@ -577,38 +490,16 @@ def _edit_tool(
     )
 
 
-def _created(params: _Patch, files: Filesystem) -> str:
-    if files.exists(params.path):
-        raise AlreadyExists(f"{params.path} exists already: update it")
-    return _patched("", params, "create")
-
-
-def _updated(params: _Patch, files: Filesystem) -> str:
-    return _patched(files.read(params.path), params, "default")
-
-
-def _patched(text: str, params: _Patch, mode: Literal["default", "create"]) -> str:
-    try:
-        return apply_diff(text, params.diff, mode)
-    except ValueError as error:
-        raise ToolValidationError(f"The patch of {params.path} does not fit: {error}") from error
-
-
 _EDITS: Mapping[str, AnyTool] = {
-    "create_file": _edit_tool("write_file", "Create a file.", "Created", _created),
-    "update_file": _edit_tool("edit_file", "Change a file.", "Updated", _updated),
+    "create_file": _edit_tool("write_file", "Create a file.", "create"),
+    "update_file": _edit_tool("edit_file", "Change a file.", "default"),
     "delete_file": next(tool for tool in file_tools() if tool.name == "delete_file"),
 }
 
 
-def _edit(operation: object, call_id: str | None) -> _Call:
-    given = _given(operation)
-    return _Call(_EDITS[given.pop("type")], given, call_id)
-
-
-def _edited(result: AnyResult) -> ApplyPatchResult:
+def _edited(result: AnyResult) -> agents.ApplyPatchResult:
     status = "completed" if result.success else "failed"
-    return ApplyPatchResult(status=status, output=result.render())
+    return agents.ApplyPatchResult(status=status, output=result.render())
 
 
 # What the agent's own tools do
@@ -617,75 +508,84 @@ def _edited(result: AnyResult) -> ApplyPatchResult:
 class _Own(_Ours):
     """One of the agent's own tools: a function, a shell, an editor."""
 
-    def __init__(self, calls: _Calls, own: Any, item: str, work: Any, reads: bool) -> None:
-        self._calls, self._own, self._work = calls, own, work
+    def __init__(self, calls: _Calls, kind: str, own: Any, work: Any, reads: bool) -> None:
         # The framework checks the arguments: it knows more of them than the schema says.
-        self.tool = own_tool(
-            own.name,
-            getattr(own, "description", ""),
-            _never,
-            reach="read" if reads else None,
-            writes="api" if reads else "external",
-        )
-        self.name = getattr(own, "qualified_name", own.name)
-        calls.offered[item, self.name] = lambda item: self.calls(
-            next(item[each] for each in _PARTS if each in item), item["call_id"]
-        )
-
-    def calls(self, given: object, call_id: str | None) -> list[_Call]:
-        return [_Call(self.tool, _given(given), call_id)]
+        description = getattr(own, "description", "")
+        reach = "read" if reads else calls.bridge.reaches.get(own.name)
+        tool = calls.bridge.covering(own.name, description, reach=reach)
+        super().__init__(calls, kind, getattr(own, "qualified_name", own.name), tool)
+        self._own, self._work = own, work
 
     async def __call__(self, *given: Any) -> Any:
         run, call_id, part = _seen(*given)
-        (call,) = self.calls(part, call_id)
-        done = await self._calls.run_own(call, run, self.name, lambda: self._work(*given))
-        if done.error is not None:
-            return await _told(self._own, run, done.error)
-        if done.result is None:
-            return done.value
-        is_edit = isinstance(part, ApplyPatchOperation)
-        return _edited(done.result) if is_edit else _shown(done.result, self.tool)
+        work = _Work(lambda _: self._work(*given))
+        tool = self._tool.replace(handler=work.handler)
+        result = await self._calls.run(_Call(tool, _given(part), call_id), run, self._name)
+        if work.error is not None:
+            return await _told(self._own, run, work.error)
+        if work.has_value and (result.success or _is_failed(work.value)):
+            return work.value
+        return (
+            _edited(result)
+            if isinstance(part, agents.ApplyPatchOperation)
+            else _shown(result, tool)
+        )
 
     create_file = update_file = delete_file = __call__
 
 
+class _Work(OwnWork):
+    def failed(self, error: Exception) -> AnyResult:
+        if isinstance(error, Suspended):
+            raise error
+        return ToolResult.error(f"{type(error).__name__}: {error}")
+
+    def recorded(self, value: Any) -> AnyResult:
+        if _is_failed(value):
+            return ToolResult.error(value.output or "The operation failed")
+        return ToolResult.ok(str(value))
+
+
+def _is_failed(value: Any) -> bool:
+    return isinstance(value, agents.ApplyPatchResult) and value.status == "failed"
+
+
 _ITEMS: Mapping[type, tuple[str, str]] = {
-    FunctionTool: ("on_invoke_tool", "function_call"),
-    CustomTool: ("on_invoke_tool", "custom_tool_call"),
-    ShellTool: ("executor", "shell_call"),
-    LocalShellTool: ("executor", "local_shell_call"),
-    ApplyPatchTool: ("editor", "apply_patch_call"),
+    agents.FunctionTool: ("on_invoke_tool", "function_call"),
+    agents.CustomTool: ("on_invoke_tool", "custom_tool_call"),
+    agents.ShellTool: ("executor", "shell_call"),
+    agents.LocalShellTool: ("executor", "local_shell_call"),
+    agents.ApplyPatchTool: ("editor", "apply_patch_call"),
 }
 """Where a tool has what it does, and the type of its calls in a conversation."""
-_PARTS = ("arguments", "input", "action", "operation")
+_PARTS = ("arguments", "input", "action", "operation", "operations")
 """Where those have the arguments."""
 _FIELDS = ("commands", "command", "timeout_ms", "type", "path", "diff", "move_to")
 """What goes on record of an action or an operation."""
 
 
-def _covered(calls: _Calls, tool: AgentTool, reads: bool) -> AgentTool:
-    """Return one of the agent's tools with its calls run as ours; others as they are."""
+def _covered(calls: _Calls, tool: agents.Tool, reads: bool) -> agents.Tool:
+    """Return one of the agent's tools with its calls run as ours; others unchanged."""
     slot, item = next((each for t, each in _ITEMS.items() if isinstance(tool, t)), ("name", ""))
     made: Any = copy(tool)
     work = getattr(made, slot)
     if not item or work is None or isinstance(work, _Ours):
         return tool
-    if isinstance(tool, ApplyPatchTool):
+    if isinstance(tool, agents.ApplyPatchTool):
         work = partial(_apply, tool.editor)
-    if isinstance(tool, FunctionTool):
+    if isinstance(tool, agents.FunctionTool):
         origin = get_function_tool_origin(tool)
-        if origin is not None and origin.type is ToolOriginType.AGENT_AS_TOOL:
+        if origin is not None and origin.type is agents.ToolOriginType.AGENT_AS_TOOL:
             return tool  # what that agent calls are transactions of their own
         work, made.needs_approval = _raising(tool).on_invoke_tool, _careful(tool)
-    own = _Own(calls, tool, item, work, reads)
+    own = _Own(calls, item, tool, work, reads)
     setattr(made, slot, own)
     if hasattr(made, "needs_approval"):
-        needs = made.needs_approval
-        made.needs_approval = calls.needs_approval(needs, own.name, own.tool, own.calls)
+        made.needs_approval = own.asking(made.needs_approval)
     return made
 
 
-def _apply(editor: ApplyPatchEditor, operation: ApplyPatchOperation) -> Any:
+def _apply(editor: agents.ApplyPatchEditor, operation: agents.ApplyPatchOperation) -> Any:
     return getattr(editor, operation.type)(operation)
 
 
@@ -693,7 +593,7 @@ def _seen(given: Any, *more: Any) -> tuple[Any, str | None, Any]:
     """Return the run, the id and the arguments of a call, from what a tool is called with."""
     if isinstance(given, CallContext):
         return cast("Run", given), given.tool_call_id, more[0]
-    if isinstance(given, ApplyPatchOperation):
+    if isinstance(given, agents.ApplyPatchOperation):
         return given.ctx_wrapper, None, given
     return given.ctx_wrapper, given.data.call_id, given.data.action
 
@@ -709,7 +609,7 @@ def _given(part: object) -> dict[str, Any]:
     return {name: value for name, value in items if value is not None}
 
 
-def _careful(tool: FunctionTool) -> Any:
+def _careful(tool: agents.FunctionTool) -> Any:
     """Return a tool's ``needs_approval``, as careful as the framework is with its own tools."""
     needs, prepare = tool.needs_approval, getattr(tool.on_invoke_tool, "prepare_arguments", None)
     if not callable(needs) or prepare is None:
@@ -725,30 +625,28 @@ def _careful(tool: FunctionTool) -> Any:
     return needs_approval
 
 
-def _raising(tool: FunctionTool) -> FunctionTool:
+def _raising(tool: agents.FunctionTool) -> agents.FunctionTool:
     """Return a tool whose function's exceptions are raised, not told to the model."""
     return set_function_tool_failure_error_function(copy(tool), None)
 
 
-async def _told(tool: AgentTool, run: Any, error: Exception) -> str:
+async def _told(tool: agents.Tool, run: Any, error: Exception) -> str:
     """Return what the framework tells the model of an exception; raise it where it would."""
     text: str | None = None
-    if isinstance(tool, FunctionTool) and hasattr(tool.on_invoke_tool, "prepare_arguments"):
+    if isinstance(tool, agents.FunctionTool) and hasattr(tool.on_invoke_tool, "prepare_arguments"):
         text = await maybe_invoke_function_tool_failure_error_function(
             function_tool=tool, context=run, error=error
         )
     if text is None:
         raise error
-    span = get_current_span()
+    span = agents.get_current_span()
     if span is not None:
         span.set_error(
-            SpanError(message="Error running tool (non-fatal)", data={"tool_name": tool.name})
+            agents.SpanError(
+                message="Error running tool (non-fatal)", data={"tool_name": tool.name}
+            )
         )
     return text
-
-
-async def _never(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-    raise NotImplementedError("each call brings its own handler")
 
 
 # Values
@@ -762,34 +660,28 @@ def _arguments(text: str) -> object:
         return text
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else str(value)
-
-
 def _shown(result: AnyResult, tool: AnyTool) -> object:
     """Return a result for the model: text, and pictures and files if there are any."""
     text = result.render(tool.max_result_chars)
     shown: list[object] = []
     for each in result.media:
         if each.media_type.startswith("image/"):
-            shown.append(ToolOutputImage(image_url=each.data_url))
+            shown.append(agents.ToolOutputImage(image_url=each.data_url))
         elif each.media_type == "application/pdf":
             name = each.name or "file.pdf"
-            shown.append(ToolOutputFileContent(file_data=each.data_url, filename=name))
-    return [ToolOutputText(text=text), *shown] if shown else text
+            shown.append(agents.ToolOutputFileContent(file_data=each.data_url, filename=name))
+    return [agents.ToolOutputText(text=text), *shown] if shown else text
 
 
-def _output(command: str, result: AnyResult) -> ShellCommandOutput:
+def _output(command: str, result: AnyResult) -> agents.ShellCommandOutput:
     """Return a command's output, with what became of its changes if it failed."""
-    value = result.value
-    if not isinstance(value, CommandOutput):  # refused, or on record in another process
+    done, timed_out = command_output(result)
+    if done is None:
         shown = result.render()
         out, err, code = (shown, "", 0) if result.success else ("", shown, 1)
     else:
-        said = "" if result.success else result.message
-        out, code = value.stdout, value.exit_code
-        err = "\n".join(part for part in (value.stderr.rstrip("\n"), said) if part)
-    failure = result.failure
-    timed_out = failure is not None and failure.code == TIMEOUT
-    outcome = ShellCallOutcome("timeout") if timed_out else ShellCallOutcome("exit", code)
-    return ShellCommandOutput(out, err, outcome, command)
+        out, err, code = done.stdout, done.stderr, done.exit_code
+    outcome = (
+        agents.ShellCallOutcome("timeout") if timed_out else agents.ShellCallOutcome("exit", code)
+    )
+    return agents.ShellCommandOutput(out, err, outcome, command)

@@ -9,38 +9,34 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from weakincentives.call import call_under_way
 from weakincentives.errors import ApprovalNeeded, FilesystemError, MissingExtra, Suspended
 from weakincentives.filesystem import FileStat, HostFilesystem
-from weakincentives.integrations.bridge import Bridge, RunName, Workspace, own_tool, wire_name
+from weakincentives.integrations.bridge import (
+    MAX_SHOWN,
+    AnyResult,
+    AnyTool,
+    Bridge,
+    BridgeOptions,
+    Closes,
+    OwnWork,
+    Workspace,
+    adopted,
+    own_tool,
+)
 from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
-from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
+from weakincentives.prompt.context import ToolContext
 from weakincentives.tool_result import ToolResult
 
 try:
-    from pydantic_ai import (
-        ApprovalRequired,
-        CallDeferred,
-        CallToolsNode,
-        FunctionToolset,
-        ModelRequestNode,
-        ModelRetry,
-        RunContext,
-        SkipToolExecution,
-        ToolDefinition,
-        ToolDenied,
-        ToolFailed,
-        messages,
-        workspaces,
-    )
-    from pydantic_ai import Tool as PydanticTool
+    import pydantic_ai as ai
+    from pydantic_ai import RunContext, ToolDefinition, ToolFailed, messages, workspaces
     from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
     from pydantic_ai.exceptions import ToolFailedError, ToolRetryError
     from pydantic_ai.models.test import TestModel
@@ -52,22 +48,18 @@ except ImportError as error:
 
 T = TypeVar("T")
 Context = RunContext[Any]
-AnyTool = Tool[Any, Any]
-AnyResult = ToolResult[Any]
 
 # A call that waits for someone outside is rolled back, and made again with their answer.
-Suspended.register(ApprovalRequired)
-Suspended.register(CallDeferred)
+Suspended.register(ai.ApprovalRequired)
+Suspended.register(ai.CallDeferred)
 
 # Only our tools have this validator, whatever they are renamed to. Their arguments are validated by
 # our pipeline, which names every problem at once.
 _OURS = SchemaValidator(core_schema.dict_schema())
-_MOST_SHOWN = 20_000
-"""Characters of a request for approval."""
 
 
 @dataclass(init=False, eq=False)  # a file that describes an agent may name only dataclasses
-class Wink(AbstractCapability[Any]):
+class Wink(Closes, AbstractCapability[Any]):
     """Makes every tool call of an agent a transaction on a directory.
 
     The agent is offered our tools. Its own tools run under the same policies, are rolled back when
@@ -76,46 +68,27 @@ class Wink(AbstractCapability[Any]):
 
     Args:
         workspace: The directory, or a function of the run context that returns it.
-        tools: Tools to offer; our file tools by default.
-        policies: They govern all tools of the agent.
-        run: Names our run, or a function of the run context that does. A call that is on record in
-            a run is not made again. By default a run is a conversation of the agent.
-        title: What `wink log` shows for the run.
-        reaches: How far the agent's own tools reach, by name. Those with ``"read"`` run
-            concurrently; of the others, one at a time, so that a scan can find what it changed.
         covers: Whether one of the agent's own tools is covered; by default all are.
+        options: Those of ``Bridge``. By default a run is a conversation of the agent.
     """
 
     def __init__(
         self,
         workspace: Workspace = ".",
         *,
-        tools: Iterable[object] | None = None,
-        policies: Iterable[AnyPolicy] = (),
-        run: RunName = None,
-        title: str = "",
-        reaches: Mapping[str, Reach] | None = None,
         covers: Callable[[ToolDefinition], bool] = lambda _: True,
         id: str | None = None,  # noqa: A002  # the framework's name for it
+        **options: Unpack[BridgeOptions],
     ) -> None:
         self.id = id
-        self.bridge = Bridge(
-            workspace, tools=tools, policies=policies, title=title, run=run or _conversation
-        )
+        options["run"] = options.get("run") or _conversation
+        self.bridge = Bridge(workspace, **options)
         self.toolset = WinkToolset(self.bridge, id or "wink")
-        self._workspace = workspace
-        self._reaches = dict(reaches or {})
         self._covers = covers
 
     def close(self) -> None:
         """Release the directory for good. Between runs of the agent it is free anyway."""
         self.bridge.close()
-
-    def __enter__(self) -> Wink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def get_ordering(self) -> CapabilityOrdering:
         # What other capabilities do around a call belongs to it: one that tries a tool again, for
@@ -128,8 +101,7 @@ class Wink(AbstractCapability[Any]):
     def get_workspace(
         self, ctx: Context, *, ref: messages.WorkspaceRef | None
     ) -> workspaces.WorkspaceBackend | None:
-        root = self._workspace(ctx) if callable(self._workspace) else self._workspace
-        backend = WinkWorkspace(os.path.realpath(root), self.bridge, ctx)
+        backend = WinkWorkspace(str(self.bridge.directory(ctx)), self.bridge, ctx)
         return backend if ref is None or ref == backend.ref else None
 
     # The agent's own tools
@@ -144,7 +116,8 @@ class Wink(AbstractCapability[Any]):
     ) -> dict[str, Any]:
         if tool_def.kind == "unapproved" and not ctx.tool_call_approved and self._covers(tool_def):
             # The framework asks a person about each call of this tool. Policies come first.
-            tool, given = self._own(tool_def, _never), _plain(args)
+            tool = self.bridge.covering(tool_def.name, tool_def.description)
+            given = _plain(args)
             found = await self.bridge.aadmit(tool, given, call_id=_call_id(ctx), context=ctx)
             if found.result is not None:
                 raise ToolFailed(found.result.render())
@@ -170,33 +143,22 @@ class Wink(AbstractCapability[Any]):
                 return handler(args)
             return handler(validator.validate_json(to_json(params)))  # a person has edited them
 
-        hosted = _Hosted(work)
-        tool = self._own(tool_def, hosted.handler)
-        return hosted.end(await _run(self.bridge, tool, given, ctx, validator))
-
-    def _own(self, tool_def: ToolDefinition, handler: Any) -> AnyTool:
-        reach = self._reaches.get(tool_def.name)
-        writes: Writes = "api" if reach == "read" else "external"
-        description = tool_def.description or ""
-        return own_tool(tool_def.name, description, handler, reach=reach, writes=writes)
+        own = _Work(work)
+        tool = self.bridge.covering(tool_def.name, tool_def.description, own.handler)
+        return own.outcome(await _run(self.bridge, tool, given, ctx, validator))
 
     # Denials: the framework tells no tool of them
 
     async def before_node_run(self, ctx: Context, *, node: Any) -> Any:
-        await self._note_denials(ctx, node)
-        return node
-
-    async def _note_denials(self, ctx: Context, node: Any) -> None:
-        if isinstance(node, CallToolsNode):  # with the answers to the requests of an earlier run
+        if isinstance(node, ai.CallToolsNode):  # with the answers to the requests of an earlier run
             said = node.tool_call_metadata or {}
             for call_id, answer in (node.tool_call_results or {}).items():
-                if isinstance(answer, ToolDenied):
+                if isinstance(answer, ai.ToolDenied):
                     by = _by(said.get(call_id))
-                    await _deny(self.bridge, ctx, call_id, answer.message, by, self._own)
-        elif isinstance(node, ModelRequestNode):  # a handler has answered during the run
-            for part in _denied(node.request):
-                reason = part.model_response_str(wrap_if_error=False)
-                await _deny(self.bridge, ctx, part.tool_call_id, reason, "", self._own)
+                    await _deny(self.bridge, ctx, call_id, answer.message, by, covers=True)
+        elif isinstance(node, ai.ModelRequestNode):  # a handler has answered during the run
+            await _note_denials(self.bridge, ctx, node.request, covers=True)
+        return cast("Any", node)
 
 
 class WinkToolset(AbstractToolset[Any]):
@@ -225,9 +187,8 @@ class WinkToolset(AbstractToolset[Any]):
         self._held.close()
 
     async def for_run_step(self, ctx: Context) -> WinkToolset:
-        for part in _denied(ctx.messages[-1]) if ctx.messages else ():
-            reason = part.model_response_str(wrap_if_error=False)
-            await _deny(self._bridge, ctx, part.tool_call_id, reason)
+        if ctx.messages:
+            await _note_denials(self._bridge, ctx, ctx.messages[-1])
         return self
 
     async def get_tools(self, ctx: Context) -> dict[str, ToolsetTool[Any]]:
@@ -256,39 +217,26 @@ class WinkToolset(AbstractToolset[Any]):
 # One call
 
 
-class _Hosted(Generic[T]):
-    """Work of the framework inside a call. Its value or exception comes back to it unchanged."""
-
-    def __init__(self, work: Callable[[Any], Awaitable[T]]) -> None:
-        self._work = work
-        self._values: list[T] = []
-        self._error: Exception | None = None
-
-    async def handler(self, params: Any, *, context: ToolContext) -> ToolResult[str]:
-        self._values, self._error = [], None  # a call that conflicts is run again
-        try:
-            self._values = [await self._work(params)]
-        except SkipToolExecution as skip:  # another capability has the result
-            self._values, self._error = [skip.result], skip
-        except (ToolRetryError, ToolFailedError) as error:  # what a tool has to say to the model
-            self._error = error
+class _Work(OwnWork):
+    def failed(self, error: Exception) -> AnyResult:
+        if isinstance(error, ai.SkipToolExecution):  # another capability has the result
+            self.value = error.result
+            return self.recorded(self.value)
+        if isinstance(error, (ToolRetryError, ToolFailedError)):  # told to the model
             return ToolResult.error(str(error))
-        except Exception as error:
-            self._error = error
-            raise
-        return ToolResult.ok(_text(self._values[0]))
+        raise error
 
-    def end(self, result: AnyResult) -> T:
-        """Return the value, or raise the exception; the recorded answer if there was no work."""
-        if self._error is not None and (result.success or not self._values):
-            raise self._error
-        return self._values[0] if self._values and result.success else _answer(result)
+    def recorded(self, value: Any) -> AnyResult:
+        return ToolResult.ok(_text(value))
+
+    def answer(self, result: AnyResult) -> Any:
+        return _answer(result)
 
 
 async def _run(
     bridge: Bridge, tool: AnyTool, arguments: Any, ctx: Context, validator: Any
 ) -> AnyResult:
-    """Make a call. One that needs approval is deferred, the framework's way."""
+    """Make a call; if it needs approval, defer it the framework's way."""
     approval = None
     if ctx.tool_call_approved:
         made, given = _made(ctx, ctx.tool_call_id), arguments
@@ -302,7 +250,14 @@ async def _run(
             tool, arguments, call_id=_call_id(ctx), context=ctx, approval=approval
         )
     except ApprovalNeeded as needed:
-        raise ApprovalRequired(_shown(needed.request)) from None
+        request: ApprovalRequest = needed.request
+        shown = {
+            "question": request.question,
+            "text": request.describe(MAX_SHOWN),
+            "diff": request.preview.diff,
+            "policy": request.policy_name,
+        }
+        raise ai.ApprovalRequired(shown) from None
 
 
 def _answer(result: AnyResult, most: int | None = None) -> Any:
@@ -314,39 +269,35 @@ def _answer(result: AnyResult, most: int | None = None) -> Any:
     return [text, *found] if found else text
 
 
-def _shown(request: ApprovalRequest) -> dict[str, Any]:
-    """Return what a person needs to decide, for the application that asks them."""
-    return {
-        "question": request.question,
-        "text": request.describe(_MOST_SHOWN),
-        "diff": request.preview.diff,
-        "policy": request.policy_name,
-    }
-
-
 async def _deny(
     bridge: Bridge,
     ctx: Context,
     call_id: str,
     reason: str,
     by: str = "",
-    own: Callable[[ToolDefinition, Any], AnyTool] | None = None,
+    *,
+    covers: bool = False,
 ) -> None:
-    """Put a person's denial on record."""
+    """Put a person's denial on record; of the agent's own tools, too, if those are covered."""
     made = _made(ctx, call_id)
     if made is None:
         return
     tool = next((each for each in bridge.tools if each.name == made.tool_name), None)
-    if tool is None and own is not None:
-        tool = own(ToolDefinition(name=made.tool_name), _never)
+    if tool is None and covers:
+        tool = bridge.covering(made.tool_name, "")
     if tool is not None:
         arguments, name = made.args_as_dict(), _call_id(ctx, call_id)
         await bridge.arefuse(tool, arguments, reason, by=by, call_id=name, context=ctx)
 
 
-def _denied(message: messages.ModelMessage) -> list[messages.ToolReturnPart]:
-    found = [part for part in message.parts if isinstance(part, messages.ToolReturnPart)]
-    return [part for part in found if part.outcome == "denied"]
+async def _note_denials(
+    bridge: Bridge, ctx: Context, message: messages.ModelMessage, *, covers: bool = False
+) -> None:
+    """Put on record the denials that the model is about to be told."""
+    for part in message.parts:
+        if isinstance(part, messages.ToolReturnPart) and part.outcome == "denied":
+            reason = part.model_response_str(wrap_if_error=False)
+            await _deny(bridge, ctx, part.tool_call_id, reason, covers=covers)
 
 
 def _by(metadata: Any) -> str:
@@ -372,7 +323,7 @@ def _made(ctx: Context, call_id: str | None) -> messages.ToolCallPart | None:
 
 
 def _call_id(ctx: Context, call_id: str | None = None) -> str | None:
-    """Return the id of a call. Some models begin to count anew with every response."""
+    """Return the id of a call. Some models restart their ids with every response."""
     call_id = call_id or ctx.tool_call_id
     count = len(_calls(ctx, call_id))
     return f"{call_id}#{count}" if count > 1 else call_id
@@ -387,10 +338,6 @@ def _text(value: Any) -> str:
     """Return a tool's value as the model reads it."""
     value = value.return_value if isinstance(value, messages.ToolReturn) else value
     return messages.ToolReturnPart("", value).model_response_str()
-
-
-async def _never(params: Any, *, context: ToolContext) -> AnyResult:
-    raise NotImplementedError
 
 
 # The agent's workspace
@@ -436,10 +383,10 @@ class WinkWorkspace(
     async def _change(self, what: str, where: str, change: Callable[[HostFilesystem], T]) -> T:
         if call_under_way() is not None:
             return await self._use(change)
-        hosted = _Hosted(lambda _: self._use(change))
+        own = _Work(lambda _: self._use(change))
         description = f"ctx.workspace.{what}, outside of any call"
-        tool = own_tool(f"workspace_{what}", description, hosted.handler)
-        return hosted.end(await self._bridge.acall(tool, {what: where}, context=self._ctx))
+        tool = own_tool(f"workspace_{what}", description, own.handler)
+        return own.outcome(await self._bridge.acall(tool, {what: where}, context=self._ctx))
 
     async def read_bytes(self, path: str) -> bytes:
         return await self._use(lambda files: files.read_bytes(path))
@@ -527,7 +474,7 @@ _MOST_OUTPUT = 10 << 20
 # A tool of the framework as one of ours
 
 
-def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> AnyTool:
+def adopt(tool: ai.Tool[Any], *, deps: Any = None, **options: Any) -> AnyTool:
     """Return a tool of pydantic-ai as one of ours.
 
     ``ModelRetry`` and ``ToolFailed`` are answers to the model, and roll the call back.
@@ -537,12 +484,12 @@ def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> AnyTo
         deps: The dependencies, for a tool that takes the run context.
         options: Those of ``Tool.from_schema``. Unstated, the tool may change files in any way.
     """
-    toolset = FunctionToolset([tool])
+    toolset = ai.FunctionToolset([tool])
 
     async def handler(params: dict[str, Any], *, context: ToolContext) -> ToolResult[str]:
         approved = context.approval is not None and context.approval.approved
         if tool.requires_approval and not approved:
-            raise ApprovalRequired
+            raise ai.ApprovalRequired
         ctx = RunContext(
             deps=deps,
             model=TestModel(),
@@ -555,13 +502,8 @@ def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> AnyTo
         args = found.args_validator.validate_json(to_json(params))
         try:
             return ToolResult.ok(_text(await toolset.call_tool(tool.name, args, ctx, found)))
-        except (ModelRetry, ToolFailed) as error:
+        except (ai.ModelRetry, ToolFailed) as error:
             return ToolResult.error(error.message)
 
-    return Tool.from_schema(
-        wire_name(tool.name),
-        tool.description or tool.name,
-        tool.tool_def.parameters_json_schema,
-        handler,
-        **{"writes": "external", **options},
-    )
+    schema = tool.tool_def.parameters_json_schema
+    return adopted(tool.name, tool.description or "", schema, handler, **options)

@@ -24,7 +24,7 @@ from contextvars import Context, ContextVar, copy_context
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType, NoneType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from weakincentives.call import transaction_under_way
@@ -36,7 +36,17 @@ from weakincentives.errors import (
     ToolValidationError,
     WinkError,
 )
-from weakincentives.integrations.bridge import Bridge, RunName, Workspace, wire_name
+from weakincentives.integrations.bridge import (
+    AnyResult,
+    AnyTool,
+    Bridge,
+    BridgeOptions,
+    Closes,
+    OwnWork,
+    RunName,
+    Workspace,
+    adopted,
+)
 from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
 from weakincentives.prompt.context import ToolContext
@@ -61,8 +71,6 @@ except ImportError as error:
     raise MissingExtra("smolagents", "smolagents") from error
 
 T = TypeVar("T")
-AnyTool = Tool[Any, Any]
-AnyResult = ToolResult[Any]
 Schema = dict[str, Any]
 
 _CELL = "python_interpreter"
@@ -183,7 +191,7 @@ def _kinds(node: Schema) -> list[str]:
 
 
 def _inlined(node: Any, definitions: Schema, inside: tuple[str, ...] = ()) -> Any:
-    """Return a schema without references. One that leads back to itself becomes any object."""
+    """Return a schema with its references inlined; a recursive one becomes any object."""
     if isinstance(node, list):
         return [_inlined(each, definitions, inside) for each in cast("list[Any]", node)]
     if not isinstance(node, dict):
@@ -220,7 +228,10 @@ def adopt(tool: Any, **options: Any) -> AnyTool:
         return tool.tool.replace(**options) if options else tool.tool
 
     def run(params: Schema, *, context: ToolContext) -> AnyResult:
-        return ToolResult.ok(_recordable(_understood(partial(tool, **params))))
+        try:
+            return ToolResult.ok(_recordable(tool(**params)))
+        except Exception as error:
+            raise _understood(error) from error
 
     inputs = cast("dict[str, Schema]", tool.inputs)
     schema = {
@@ -229,8 +240,7 @@ def adopt(tool: Any, **options: Any) -> AnyTool:
         "required": [name for name, node in inputs.items() if not node.get("nullable")],
         "additionalProperties": False,
     }
-    options.setdefault("writes", "external")
-    return Tool.from_schema(wire_name(tool.name), tool.description, schema, run, **options)
+    return adopted(tool.name, tool.description, schema, run, **options)
 
 
 def _json_schema(node: Schema) -> Schema:
@@ -243,15 +253,12 @@ def _json_schema(node: Schema) -> Schema:
     return shown
 
 
-def _understood(run: Callable[[], Any]) -> Any:
-    """Run a tool of theirs: its exceptions are how it tells the model what is wrong."""
-    try:
-        return run()
-    except Exception as error:
-        if isinstance(error, (Suspended, ToolValidationError)):
-            raise
-        text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
-        raise ToolValidationError(text) from error
+def _understood(error: Exception) -> Exception:
+    """Return an exception of a smolagents tool, worded for the model."""
+    if isinstance(error, (Suspended, ToolValidationError)):
+        return error
+    text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
+    return ToolValidationError(text)
 
 
 def _recordable(value: Any) -> Any:
@@ -266,58 +273,49 @@ def _recordable(value: Any) -> Any:
     return str(value) if isinstance(value, str) else truncate_content(str(value), 1000)
 
 
-class _Work:
-    """One call of a tool of theirs: its real arguments, and what comes of it."""
+class _Work(OwnWork):
+    """One call of a smolagents tool, with its real arguments."""
 
     def __init__(self, run: Callable[[Schema | None], Any], given: Mapping[str, Any]) -> None:
+        super().__init__(self._run_edited)
         self._run, self._given = run, given
         self.shown: Schema = _recordable(given)
         """The arguments as they are on record."""
-        self._value: Any = _NOTHING
-        self._error: Exception | None = None
 
-    def handle(self, params: Schema) -> AnyResult:
+    def _run_edited(self, params: Schema) -> Any:
         """Run the tool. Arguments that a person has edited replace the real ones."""
         edited = None
         if params != self.shown:
             edited = {k: self._given[k] if self.shown.get(k) == v else v for k, v in params.items()}
-        try:
-            self._value = self._run(edited)
-        except Exception as error:
-            self._error = error
-            raise
-        return ToolResult.ok(truncate_content(str(self._value)))
+        return self._run(edited)
 
-    def outcome(self, result: AnyResult) -> Any:
-        """Return or raise what the tool itself returned or raised."""
+    def failed(self, error: Exception) -> AnyResult:
+        raise _understood(error) from error
+
+    def recorded(self, value: Any) -> AnyResult:
+        return ToolResult.ok(truncate_content(str(value)))
+
+    def answer(self, result: AnyResult) -> Any:
         if not result.success:
-            raise self._error or ToolValidationError(result.render())
-        return result.render() if self._value is _NOTHING else self._value
-
-
-_NOTHING = object()
-_work: ContextVar[_Work] = ContextVar("wink_smolagents_work")
+            raise ToolValidationError(result.render())
+        return result.render()
 
 
 def _needs_cover(tool: object) -> bool:
     return not isinstance(tool, WinkTool) and type(tool) is not FinalAnswerTool
 
 
-def _covering(tool: Any, reach: Reach | None) -> AnyTool:
-    """Return what a tool, or managed agent, of theirs is on record as. It checks no arguments."""
-
-    def run(params: Schema, *, context: ToolContext) -> AnyResult:
-        return _understood(partial(_work.get().handle, params))
-
+def _covering(bridge: Bridge, tool: Any, work: _Work, reach: Reach | None) -> AnyTool:
+    """Return a smolagents tool or managed agent as ours. Arguments are not checked."""
     is_ours = hasattr(getattr(tool, "python_executor", tool), "bridge")  # an agent with our calls
-    return Tool.from_schema(
-        wire_name(tool.name),
-        tool.description or tool.name,
-        {"type": "object"},
-        run,
+    options: Schema = {"writes": "api"} if is_ours else {}
+    return bridge.covering(
+        tool.name,
+        tool.description,
+        work.sync_handler,
         reach=reach,
         concurrent=reach == "read",
-        writes="api" if is_ours or reach == "read" else "external",
+        **options,
     )
 
 
@@ -335,19 +333,15 @@ class WinkExecutor(LocalPythonExecutor):
     Args:
         workspace: The directory, or a function of the variables that the agent was given
             (``additional_args``).
-        tools: Ours, to be given to the agent as ``executor.tools``; by default the file tools.
-        policies: They govern cells and every call in them. One that asks a person needs ``ask``.
-        title: What `wink log` shows for the run.
-        run: Names the run, so that another process continues it.
-        bridge: In place of all these: that of another executor, for an agent that it manages. Its
-            cells are then nested in the cell that calls it.
-        reaches: How far tools of smolagents reach, by name: ``{"search": "read"}``. Unstated, they
-            may write files by themselves, so the workspace is scanned.
+        bridge: That of another executor, for an agent that it manages. Its cells are then nested
+            in the cell that calls it.
         additional_authorized_imports: As for ``LocalPythonExecutor``. With these or with functions,
             code can write files by itself, too.
         timeout_seconds: The time that a cell may take; time in tools does not count.
         copy_values: Whether the values of variables are copied before each cell. Without it, a
             cell that fails restores the variables, but not what it changed inside their values.
+        options: Those of ``Bridge``; next to ``bridge``, only ``reaches`` has an effect. A policy
+            that asks a person needs ``ask``.
     """
 
     state: _Variables  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -357,21 +351,15 @@ class WinkExecutor(LocalPythonExecutor):
         self,
         workspace: Workspace = ".",
         *,
-        tools: Iterable[object] | None = None,
-        policies: Iterable[AnyPolicy] = (),
-        title: str = "",
-        run: RunName = None,
         bridge: Bridge | None = None,
-        reaches: Mapping[str, Reach] | None = None,
         additional_authorized_imports: Sequence[str] = (),
         additional_functions: Mapping[str, Callable[..., Any]] | None = None,
         max_print_outputs_length: int | None = None,
         timeout_seconds: float | None = 30.0,
         copy_values: bool = True,
+        **options: Unpack[BridgeOptions],
     ) -> None:
-        self.bridge = bridge or Bridge(
-            workspace, tools=tools, policies=policies, title=title, run=run
-        )
+        self.bridge = bridge or Bridge(workspace, **options)
         _check_policies(self.bridge)
         cast("Any", super()).__init__(
             list(additional_authorized_imports),
@@ -384,7 +372,7 @@ class WinkExecutor(LocalPythonExecutor):
         self.state = _Variables(self.state)
         self._seconds = timeout_seconds
         self._copies = copy_values
-        self._reaches: Mapping[str, Reach] = reaches or {}
+        self._reaches = options.get("reaches") or self.bridge.reaches
         self._given: Mapping[str, Any] = {}
         self._cell: _Cell | None = None
         writes_files = bool(additional_authorized_imports or additional_functions)
@@ -410,7 +398,7 @@ class WinkExecutor(LocalPythonExecutor):
         """Return what code calls by the name of a tool."""
         run: Callable[..., Any] = tool
         if _needs_cover(tool):
-            run = partial(self._covered, tool, _covering(tool, self._reaches.get(name)))
+            run = partial(self._covered, tool, self._reaches.get(name))
 
         def call(*args: Any, **kwargs: Any) -> object:
             cell, here = self._cell, _cell_here.get()
@@ -424,12 +412,12 @@ class WinkExecutor(LocalPythonExecutor):
         call.__name__ = name
         return call
 
-    def _covered(self, tool: Any, cover: AnyTool, /, *args: Any, **kwargs: Any) -> Any:
+    def _covered(self, tool: Any, reach: Reach | None, /, *args: Any, **kwargs: Any) -> Any:
         def run(edited: Mapping[str, Any] | None) -> Any:
             return tool(*args, **kwargs) if edited is None else tool(**edited)
 
         work = _Work(run, _named(getattr(tool, "inputs", {}), args, kwargs))
-        _work.set(work)
+        cover = _covering(self.bridge, tool, work, reach)
         return work.outcome(_call(self.bridge, cover, work.shown))
 
     def __call__(self, code_action: str) -> CodeOutput:
@@ -511,7 +499,7 @@ def _why(result: AnyResult, uncopied: Sequence[str]) -> str:
 
 
 class _Cell:
-    """One cell on its way."""
+    """A running cell."""
 
     context: Context
     """Where its code runs; for threads that it starts."""
@@ -712,7 +700,7 @@ Settle = Callable[[], Any]
 """Returns what a call returned, or raises what it raised."""
 
 
-class WinkToolCallingAgent(ToolCallingAgent):
+class WinkToolCallingAgent(Closes, ToolCallingAgent):
     """A ``ToolCallingAgent`` whose calls are ours: those of a step are one turn, in call order.
 
     ``tools`` may be ours or those of smolagents; all of them are covered. Managed agents are not:
@@ -749,7 +737,6 @@ class WinkToolCallingAgent(ToolCallingAgent):
             workspace, tools=ours, policies=policies, title=title, run=run
         )
         _check_policies(self.bridge)
-        self._covers: dict[str, AnyTool] = {}
         self._reaches: Mapping[str, Reach] = reaches or {}
         self._settled: dict[str, Settle] = {}
         self._failed: dict[str, AgentError] | None = None
@@ -828,7 +815,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
         """Make a call; whatever comes of it, the other calls of the step go on."""
         call_id = getattr(arguments, "call_id", None)
         if call_id in self._used:
-            call_id = None  # some models begin to count anew with every step
+            call_id = None  # some models restart their ids with every step
         elif call_id is not None:
             self._used.add(call_id)
         call = self._ours if isinstance(self.tools[name], WinkTool) else self._theirs
@@ -850,11 +837,8 @@ class WinkToolCallingAgent(ToolCallingAgent):
 
     async def _theirs(self, name: str, arguments: Mapping[str, Any], call_id: str | None) -> Settle:
         execute = super().execute_tool_call
-        cover = self._covers.get(name)
-        if cover is None:
-            cover = self._covers[name] = _covering(self.tools[name], self._reaches.get(name))
         work = _Work(lambda edited: execute(name, dict(edited or arguments)), arguments)
-        _work.set(work)
+        cover = _covering(self.bridge, self.tools[name], work, self._reaches.get(name))
         result = await self.bridge.acall(cover, work.shown, call_id=call_id, context=self.state)
         return partial(work.outcome, result)
 
@@ -882,11 +866,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
         """Release the workspace."""
         self.bridge.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cleanup()
+    close = cleanup
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -6,8 +6,8 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
@@ -107,7 +107,7 @@ class ToolRegistry:
         self._context: ToolContext | None = None
         """What calls get, with the tools registered now; made when first needed."""
         self._closed = False
-        self._own: ResourceContext | None = None
+        self._closing = ExitStack()
         self._memory: Binding[Any] | None = None
         """The binding of its own memory, unless one was given."""
         self._workspace: HostFilesystem | None = None
@@ -135,18 +135,17 @@ class ToolRegistry:
                 raise TypeError("give either workspace= or a Filesystem in resources=, not both")
             from weakincentives.filesystem import HostFilesystem
 
-            self._owns_workspace = not isinstance(workspace, HostFilesystem)
-            self._workspace = (
-                workspace if isinstance(workspace, HostFilesystem) else HostFilesystem(workspace)
-            )
-            bound = bound.merge({Filesystem: self._workspace})
+            if not isinstance(workspace, HostFilesystem):
+                workspace = HostFilesystem(workspace)
+                self._closing.callback(workspace.close)
+            self._workspace = workspace
+            bound = bound.merge({Filesystem: workspace})
         from weakincentives.memory import MemoryManager
 
         if MemoryManager not in bound:
             self._memory = Binding(MemoryManager, lambda _: MemoryManager())
             bound = bound.merge({MemoryManager: self._memory})
-        self._own = bound.open()
-        return self._own
+        return self._closing.enter_context(bound.open())
 
     # Registering and finding
 
@@ -567,23 +566,13 @@ class ToolRegistry:
     def close(self, error: BaseException | None = None) -> None:
         """Close what the registry opened; it takes no more calls. May be called again."""
         self._closed = True
-        try:
-            if self._own is not None:
-                self._own.close(error)
-        finally:
-            if self._workspace is not None and self._owns_workspace:
-                self._workspace.close()
+        self._closing.__exit__(None if error is None else type(error), error, None)
 
     def __enter__(self) -> ToolRegistry:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(exc)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
 
 def _with_tools(ours: ToolContext, context: ToolContext | None) -> ToolContext:
