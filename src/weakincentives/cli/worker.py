@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from weakincentives.durable.runs import DurableRun, Runs, Status
     from weakincentives.filesystem.transfer import ObjectStorage
     from weakincentives.runtime.calls import Run
-    from weakincentives.runtime.stores.saves import SavedSessionData
     from weakincentives.runtime.stores.database import Database
+    from weakincentives.runtime.stores.saves import SavedSessionData
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 
@@ -608,8 +608,8 @@ class Fetch:
         self._copy_session(run_file(location_of(directory), self._run.id))
 
     def _copy_session(self, run: Run) -> None:
-        from weakincentives.runtime.stores.saves import copy_session
         from weakincentives.runtime.stores.files import FileStore
+        from weakincentives.runtime.stores.saves import copy_session
 
         copy_session(self._store, self._run.id, FileStore(run.path.parent), run.path.name)
         _note(run.path).write_text(json.dumps({"sha256": _digest(run.path)}))
