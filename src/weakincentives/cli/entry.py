@@ -4,12 +4,57 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
     import typer
+
+
+_COMMANDS = {
+    "demo": "demo.demo",
+    "run": "run.run",
+    "resume": "run.resume",
+    "send": "run.send",
+    "approve": "approve.approve",
+    "chat": "run.chat",
+    "exec": "exec.exec_program",
+    "log": "history.log",
+    "show": "history.show",
+    "diff": "history.diff",
+    "undo": "history.undo",
+    "rewind": "history.rewind",
+    "debug": "debug.debug",
+    "export": "debug.export",
+    "query": "debug.query",
+    "fork": "branch.fork",
+    "rerun": "branch.rerun",
+    "submit": "worker.submit",
+    "worker": "worker.worker",
+    "ps": "worker.ps",
+    "cancel": "worker.cancel",
+    "fetch": "worker.fetch",
+    "tools": "tools.tools",
+    "doctor": "doctor.doctor",
+    "gc": "gc.gc",
+    "mcp": "mcp.mcp",
+    "branch list": "branch.list_branches",
+    "branch diff": "branch.diff",
+    "branch merge": "branch.merge",
+    "branch drop": "branch.drop",
+    "branch checkout": "branch.checkout",
+    "policy check": "tools.check",
+    "policy approve": "tools.approve",
+    "hook claude-code": "hook.claude_code",
+}
+"""Each command, and its function in a module of this package."""
+_GROUPS = {
+    "branch": "List, compare, merge, drop and check out branches.",
+    "policy": "Check and approve the rules of a directory.",
+    "hook": "Record what another vendor's agent does.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -45,7 +90,8 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
 
     try:
         # Typer's standalone mode would print boxes and tracebacks.
-        sys.exit(make_app()(arguments, standalone_mode=False) or 0)
+        app = make_app(*(sys.argv[1:] if arguments is None else arguments)[:1])
+        sys.exit(app(arguments, standalone_mode=False) or 0)
     except typer.TyperException as error:
         message = error.format_message()
         if message.startswith("Usage:"):  # called without arguments: this is the help
@@ -71,69 +117,16 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def make_app() -> typer.Typer:
-    """Return the command line with all commands."""
+def make_app(called: str = "") -> typer.Typer:
+    """Return the command line with all commands, or with the one that is called.
+
+    Typer builds the options of every command it knows, which takes longer than most commands.
+    """
     import typer
 
-    from weakincentives.cli import (
-        approve,
-        branch,
-        debug,
-        demo,
-        doctor,
-        gc,
-        history,
-        hook,
-        mcp,
-        run,
-        tools,
-        worker,
-    )
-    from weakincentives.cli import exec as exec_
     from weakincentives.cli.common import EPILOGS
     from weakincentives.cli.options import expanded
 
-    commands: dict[str, Callable[..., int | None]] = {
-        "demo": demo.demo,
-        "run": run.run,
-        "resume": run.resume,
-        "send": run.send,
-        "approve": approve.approve,
-        "chat": run.chat,
-        "exec": exec_.exec_program,
-        "log": history.log,
-        "show": history.show,
-        "diff": history.diff,
-        "undo": history.undo,
-        "rewind": history.rewind,
-        "debug": debug.debug,
-        "export": debug.export,
-        "query": debug.query,
-        "fork": branch.fork,
-        "rerun": branch.rerun,
-        "submit": worker.submit,
-        "worker": worker.worker,
-        "ps": worker.ps,
-        "cancel": worker.cancel,
-        "fetch": worker.fetch,
-        "tools": tools.tools,
-        "doctor": doctor.doctor,
-        "gc": gc.gc,
-        "mcp": mcp.mcp,
-        "branch list": branch.list_branches,
-        "branch diff": branch.diff,
-        "branch merge": branch.merge,
-        "branch drop": branch.drop,
-        "branch checkout": branch.checkout,
-        "policy check": tools.check,
-        "policy approve": tools.approve,
-        "hook claude-code": hook.claude_code,
-    }
-    groups = {
-        "branch": "List, compare, merge, drop and check out branches.",
-        "policy": "Check and approve the rules of a directory.",
-        "hook": "Record what another vendor's agent does.",
-    }
     app = typer.Typer(
         name="wink",
         help="Run an LLM agent's tools as transactions: committed, or rolled back completely.",
@@ -161,12 +154,15 @@ def make_app() -> typer.Typer:
         pass
 
     apps = {"": app}
-    for name, sentence in groups.items():
+    for name, sentence in _GROUPS.items():
         apps[name] = typer.Typer(help=sentence, no_args_is_help=True, rich_markup_mode=None)
         apps[name].callback()(lambda: None)  # or a group with one command would be that command
         app.add_typer(apps[name], name=name)
-    for words, command in commands.items():
+    commands = {each: _COMMANDS[each] for each in _COMMANDS if each.split()[0] == called}
+    for words, place in (commands or _COMMANDS).items():
         group, _, name = words.rpartition(" ")
+        module, _, function = place.partition(".")
+        command = getattr(import_module(f"weakincentives.cli.{module}"), function)
         # What comes after the program's name is the program's.
         context = {"allow_interspersed_args": False} if name == "exec" else None
         add = apps[group].command(name, epilog=EPILOGS.get(command), context_settings=context)
