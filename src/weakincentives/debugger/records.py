@@ -139,6 +139,12 @@ class RunRecords:
         self.prompts: list[PromptNotes] = []
         self.slices: dict[str, SliceNotes] = {}
         self.usage = NO_TOKENS
+        self.requests = 0
+        """Requests to the model, as ``Run.turns``."""
+        self.numbers: dict[str, int] = {}
+        """The number of the last call with each id."""
+        self.rewritten = 0
+        """How often known calls have changed: by clearing the log, or using an id again."""
         self._data = data
         self._answers: dict[str, list[Item]] = {}
         self._asked: dict[str, int] = {}
@@ -257,6 +263,7 @@ class RunRecords:
                 short = self._log(name)
                 if kept > len(short):
                     raise ValueError(f"values are missing in the slice of {name}")
+                self.rewritten += kept < len(short)
                 del short[kept:]
                 for nth, value in enumerate(items, kept):
                     item = Item(place, spelled, nth - kept)
@@ -323,13 +330,17 @@ class RunRecords:
             preceding=len(self.notes),
         )
         self._user = ""
+        self.requests += 1
         self.turns.append(turn)
         for call in message.get("tool_calls", {}).get("items", ()):
             self._asked[str(fields_of(call).get("id"))] = turn.number
 
     def _add_record(self, item: Item, record: Json, number: int) -> Json:
         del self.notes[number:]
-        turn = self._asked.get(str(record.get("call_id")), 0)
+        call_id = str(record.get("call_id"))
+        self.rewritten += call_id in self.numbers
+        self.numbers[call_id] = number + 1
+        turn = self._asked.get(call_id, 0)
         if turn:
             self.turns[turn - 1].calls.append(number + 1)
         result = fields_of(record.get("result"))
@@ -355,7 +366,8 @@ class RunRecords:
 
     def _add_compaction(self, item: Item, compacted: Json, number: int) -> Json:
         self.usage += _usage(compacted.get("usage"))
-        return {"summary": bool(compacted.get("summary"))}
+        self.requests += bool(compacted.get("summary"))
+        return {}
 
     def _add_end(self, item: Item, end: Json, number: int) -> Json:
         return {"stop_reason": end.get("stop_reason")}

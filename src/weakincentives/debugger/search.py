@@ -73,7 +73,7 @@ class _Search:
     def calls(self, kind: str) -> Iterator[Json]:
         """Yield hits in arguments, or in results as the model saw them."""
         records = self._joined.records
-        calls = list(reversed(self._joined.calls))
+        calls = [each.call for each in reversed(self._joined.placed)]
         items = [records.notes[call.number - 1].item for call in calls]
         for call, record in self._in_time(zip(calls, records.all_fields(items), strict=True)):
             value = record.get("params") if kind == "arguments" else record.get("result")

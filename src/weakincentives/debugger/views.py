@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from weakincentives.debugger.contents import (
     to_wire,
     wire_path,
 )
-from weakincentives.debugger.placed import UNKNOWN, History, NotFound, RunCalls, turn_of
+from weakincentives.debugger.placed import UNKNOWN, History, NotFound, Placed, RunCalls
 from weakincentives.debugger.records import (
     SHOWN_ELSEWHERE,
     Json,
@@ -60,9 +60,9 @@ from weakincentives.filesystem.versions import (
     WorkspaceVersions,
 )
 from weakincentives.runtime.at import outermost
-from weakincentives.runtime.calls import Call, Run, rendered_result, runs_of
+from weakincentives.runtime.calls import Commits, Run, rendered_result, runs_of
 from weakincentives.runtime.index import fields_of
-from weakincentives.runtime.saved import SavedSession, not_undone
+from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
 
 MAX_PATCHES = 1 << 20
@@ -96,7 +96,9 @@ class _History:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     versions: Versions | None = None
-    undone: tuple[int, frozenset[str]] = (-1, frozenset())
+    commits: Commits = field(default_factory=Commits)
+    count: int = 0
+    """How many commits of ``versions`` are in ``commits``."""
 
 
 class Views:
@@ -252,19 +254,14 @@ class Views:
 
     def _timeline(self, joined: RunCalls, after: int = 0) -> Json:
         records, run = joined.records, joined.records.run
-        rows = joined.once("rows", lambda: [_row(call, joined, at) for call, at in joined.placed])
-        commits = joined.once("commits", lambda: self._commits(joined))
-        known = [end for call, (_, end) in joined.placed if call.number <= after]
-        sent = max(known, default=joined.base) if after else joined.base
-        price = _price(run)
+        known = joined.until(after)
+        sent = joined.placed[known - 1].highest if known else joined.base
+        price, least = _price(run), max(run.inherited, after)
+        first = bisect_left(records.turns, True, key=lambda turn: _is_shown(turn, least))
         return {
-            "turns": [
-                _turn(turn, price, run.inherited)
-                for turn in records.turns
-                if _is_shown(turn, run.inherited) and _is_shown(turn, after)
-            ],
-            "calls": [row for row in rows if row["n"] > after],
-            "commits": [each for each in commits if each["serial"] > sent],
+            "turns": [_turn(turn, price, run.inherited) for turn in records.turns[first:]],
+            "calls": [_row(each, joined) for each in joined.placed[known:]],
+            "commits": self._commits(joined, sent),
             "base": joined.base,
             "prompts": len(records.prompts),
             "slices": [
@@ -282,13 +279,11 @@ class Views:
 
     def call(self, run_id: str, number: int) -> Json:
         joined = self.joined(run_id)
-        call, place = joined.find(number)
-        notes = joined.records.notes[number - 1]
-        row = _row(call, joined, place)
-        records = joined.records
+        placed, records = joined.find(number), joined.records
+        notes, row = records.notes[number - 1], _row(placed, joined)
         record = records.fields(notes.item)
         answer = records.answer(number)
-        commit = joined.commit_of(number)
+        commit = joined.commit_of(placed)
         changes = [] if commit is None else self._changes(joined.versions, commit)
         return {
             **row,
@@ -297,7 +292,7 @@ class Views:
             "result": _shown(record, None if answer is None else records.fields(answer)),
             "changes": changes,
             "state": [_slice_diff(records, records.slices[k], number) for k in notes.slices],
-            "canUndo": self.writable and commit is not None and not call.is_undone,
+            "canUndo": self.writable and commit is not None and not placed.call.is_undone,
         }
 
     def slices(self, run_id: str, key: str) -> Json:
@@ -380,12 +375,12 @@ class Views:
             if not number.isdecimal():
                 raise ValueError(f"{name!r} is not RUN/N")
             joined = self.joined(run)
-            call, place = joined.find(int(number))
-            serial = place[0 if is_before else 1]
+            placed = joined.find(int(number))
+            serial = placed.before if is_before else placed.after
             if serial == UNKNOWN:
                 raise NotFound(_note(joined) or f"the files at {name} are not known")
             world = World(joined.versions, serial)
-            sides.append((world, joined.records, outermost(call).number, is_before))
+            sides.append((world, joined.records, outermost(placed.call).number, is_before))
         files = list(self._differing(sides[0][0], sides[1][0]))
         return {
             "files": files[:_MAX_COMPARED],
@@ -405,17 +400,14 @@ class Views:
     def joined(self, run_id: str) -> RunCalls:
         """Return the calls of a run with their places in the history."""
         records = self.records(run_id)
-        main = own = self._history("")
         branch = records.run.branch
         branch = branch if branch and branch in _branches(self.path) else ""
-        if branch:
-            own = self._history(branch)
+        histories = {name: self._history(name) for name in dict.fromkeys(["", branch])}
         known = self._known(run_id)
         with known.joining:
             calls = known.calls
-            state = len(records.notes), main[0].last, own[0].last, id(own[0])
-            if calls is None or calls.records is not records or calls.state != state:
-                calls = known.calls = RunCalls(records, branch, main, own)
+            if calls is None or not calls.is_current(records, histories):
+                calls = known.calls = RunCalls(records, branch, histories, calls)
             return calls
 
     def content_at(self, world: World, parts: Parts) -> Content:
@@ -466,9 +458,6 @@ class Views:
                 found += [status.st_mtime_ns, status.st_size]
         return tuple(found)
 
-    def run_ids(self) -> list[str]:
-        return [run.id for run in runs_of(self.path)]
-
     # Reading
 
     def _known(self, run_id: str) -> _Known:
@@ -476,7 +465,7 @@ class Views:
             return self._runs.setdefault(run_id, _Known())
 
     def _history(self, branch: str) -> History:
-        """Return the commits of a branch, or of the directory, and the calls undone there."""
+        """Return the commits of a branch, or of the directory if the name is empty."""
         with self._lock:
             known = self._histories.setdefault(branch, _History())
         with known.lock:
@@ -485,15 +474,15 @@ class Views:
                 if not isinstance(last, BranchVersions) or last.info != info:
                     last = last if isinstance(last, BranchVersions) else None
                     known.versions = BranchVersions(self.path, info, last)
+                    known.commits, known.count = Commits(), 0
             versions = known.versions
             if versions is None:
                 versions = known.versions = WorkspaceVersions(WorkspaceHistory(self.path))
             versions.refresh()
-            if known.undone[0] != versions.last or branch:
-                history = [each.call for each in versions.commits]
-                undone = {each.call_id for each in history} - not_undone(history)
-                known.undone = versions.last, frozenset(undone)
-            return versions, known.undone[1]
+            added = versions.commits[known.count :]
+            known.commits.extend(each.call for each in added)
+            known.count += len(added)
+            return History(versions, known.commits)
 
     def _now(self, parts: Parts) -> Content:
         try:
@@ -522,8 +511,8 @@ class Views:
                     else:
                         yield parts
 
-    def _commits(self, joined: RunCalls) -> list[Json]:
-        since = joined.versions.since(joined.base)
+    def _commits(self, joined: RunCalls, after: int) -> list[Json]:
+        since = joined.versions.since(after)
         commits = [each for each in since if each.call.serial <= joined.top]
         names = self._names(joined, commits)
         return [
@@ -674,7 +663,7 @@ def _asked(query: Mapping[str, str], name: str) -> str:
 
 def _note(joined: RunCalls) -> str:
     """Say why the files of some calls are not known, if so."""
-    if all(before != UNKNOWN for before, _ in joined.places):
+    if joined.is_complete:
         return ""
     run = joined.records.run
     if run.branch and not joined.branch:
@@ -706,7 +695,7 @@ def _lasting_summary(records: RunRecords) -> Json:
         "branch": run.branch,
         "dry": run.is_dry,
         "forkedFrom": about.get("forked_from"),
-        "turns": run.turns,
+        "turns": records.requests,
         "calls": len(records.notes) - run.inherited,
         "tokens": records.usage.total_tokens,
         "cost": None if price is None else sum(map(price.of, usages)),
@@ -757,8 +746,8 @@ def _turn(turn: TurnNotes, price: TokenPrice | None, inherited: int) -> Json:
     }
 
 
-def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
-    commit, slices = joined.commit_of(call.number), joined.records.slices
+def _row(placed: Placed, joined: RunCalls) -> Json:
+    call, commit, slices = placed.call, joined.commit_of(placed), joined.records.slices
     notes = joined.records.notes[call.number - 1]
     record = call.record or {}
     return {
@@ -769,15 +758,15 @@ def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
         "outcome": call.outcome,
         "time": call.time,
         "duration": record.get("duration", 0.0),
-        "turn": turn_of(call, joined),
+        "turn": joined.turn_of(call),
         "nestedIn": None if call.outer is None else call.outer.number,
         "place": record.get("place"),
-        "lane": joined.lanes[call.number],
+        "lane": placed.lane,
         "attempts": record.get("attempts", 1),
         "retries": call.result.get("retries", 0),
         "conflicts": plain(record.get("conflicts", [])),
-        "before": place[0],
-        "after": place[1],
+        "before": placed.before,
+        "after": placed.after,
         "files": 0 if commit is None else len(commit.steps),
         "slices": [slices[key].name for key in notes.slices],
         "error": notes.error,
