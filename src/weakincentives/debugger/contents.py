@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from weakincentives.debugger.records import Json
 from weakincentives.errors import WinkError
-from weakincentives.filesystem.diffs import Effort, line_edits, lines_of
+from weakincentives.filesystem.diffs import Effort, FileChange, line_edits, lines_of
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import checked_parts
@@ -131,12 +131,31 @@ def bytes_of(
         return None
 
 
-def capped(patch: str, note: str) -> tuple[str, str]:
-    if len(patch) <= MAX_PATCH:
-        return patch, note
-    cut = patch[:MAX_PATCH].rpartition("\n")
-    more = f"only the first {cut[0].count(chr(10)) + 1} lines of the diff are shown"
-    return cut[0] + cut[1], f"{note}; {more}" if note else more
+def change_kind(change: FileChange) -> str:
+    """Return whether a file was added, changed or deleted; a moved file is added."""
+    head = change.text.split("\n@@", 1)[0]
+    if "\ndeleted file mode" in head:
+        return "deleted"
+    return "added" if change.origin or "\nnew file mode" in head else "changed"
+
+
+def change_json(change: FileChange, kind: str) -> Json:
+    """Return the change of one file as the page has it; a long patch is cut."""
+    patch, note = "" if change.is_binary else change.text, change.note
+    if len(patch) > MAX_PATCH:
+        patch = patch[: patch.rindex("\n", 0, MAX_PATCH) + 1]
+        more = f"only the first {patch.count(chr(10))} lines of the diff are shown"
+        note = f"{note}; {more}" if note else more
+    return {
+        "path": to_wire(change.path),
+        "origin": to_wire(change.origin),
+        "kind": kind,
+        "added": change.added,
+        "removed": change.removed,
+        "binary": change.is_binary,
+        "note": note,
+        "patch": patch,
+    }
 
 
 def difference(one: Content, two: Content) -> str:
@@ -182,7 +201,6 @@ class VersionSteps:
         self._versions = versions
         self._text = base
         self._digest = digest
-        self._exists = base is not None
 
     def add(
         self, commit: CommitSteps, step: FileStep, here: Parts, call: int | None, name: str

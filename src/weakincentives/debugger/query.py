@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.debugger.contents import change_kind
 from weakincentives.errors import QueryError, SnapshotError
-from weakincentives.events import ToolInvoked
-from weakincentives.filesystem import FileChange
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Calls, Run
 from weakincentives.runtime.conversation import Message
+from weakincentives.runtime.index import MESSAGES, RECORDS
 from weakincentives.runtime.saved import Saves
 from weakincentives.serde.exact import current_name, plain
-from weakincentives.session import type_name
 
 MAX_ROWS = 10_000
 MAX_SECONDS = 10.0
@@ -41,10 +40,7 @@ Value: TypeAlias = str | int | float | bytes | None
 Row: TypeAlias = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
+class Column(NamedTuple):
     name: str
     type: str
     meaning: str
@@ -275,14 +271,11 @@ class _Tables:
 
     def _call_rows(self, columns: Collection[str]) -> Iterator[Mapping[str, object]]:
         turns: dict[tuple[str, str], int] = {}
-        answers: dict[tuple[str, str], object] = {}
-        for run, events in self._all_events() if {"turn", "result"} & set(columns) else ():
+        for run, events in self._all_events() if "turn" in columns else ():
             for event in events:
-                fields = event.fields
-                if event.kind == _MESSAGE and fields.get("role") == "tool":
-                    answers[run.id, fields["call_id"]] = fields["text"]
-                elif event.is_turn:
-                    turns |= {(run.id, each["id"]): event.turn for each in fields["tool_calls"]}
+                if event.is_turn:
+                    asked = event.fields["tool_calls"]
+                    turns |= {(run.id, each["id"]): event.turn for each in asked}
         for call in self._found():
             run_id = "" if call.run is None else call.run.id
             row = {
@@ -296,7 +289,7 @@ class _Tables:
                 **_recorded(call),
             }
             if "result" in columns and call.record is not None:
-                row["result"] = answers.get((run_id, call.call_id)) or call.shown
+                row["result"] = call.shown
             yield row
 
     def _changes(self, _: Collection[str]) -> Iterator[Mapping[str, object]]:
@@ -306,7 +299,7 @@ class _Tables:
                     **_key(call),
                     "path": each.path,
                     "origin": each.origin or None,
-                    "kind": _kind(each),
+                    "kind": change_kind(each),
                     "added": each.added,
                     "removed": each.removed,
                     "binary": int(each.is_binary),
@@ -358,15 +351,6 @@ def _key(call: Call) -> dict[str, object]:
     return {"run": call.run.id, "n": call.number, "name": call.name}
 
 
-def _kind(change: FileChange) -> str:
-    if change.origin:
-        return "added"
-    start = change.text.split("\n", 2)[1:2]
-    if start and start[0].startswith(("new file", "deleted file")):
-        return "added" if start[0].startswith("new") else "deleted"
-    return "changed"
-
-
 def _recorded(call: Call) -> dict[str, object]:
     """Return what only the record of a call has."""
     if call.record is None:
@@ -398,18 +382,8 @@ class _Event:
     time: float
     after_call: int
     turn: int
+    is_turn: bool
     fields: Mapping[str, Any]
-
-    @property
-    def is_turn(self) -> bool:
-        return _is_turn(self.kind, self.fields)
-
-
-_MESSAGE, _MESSAGES, _RECORDS = Message.__name__, type_name(Message), type_name(ToolInvoked)
-
-
-def _is_turn(kind: str, fields: Mapping[str, Any]) -> bool:
-    return kind == _MESSAGE and fields.get("role") == "model" and not fields.get("depth")
 
 
 def _events_of(run: Run) -> Iterator[_Event]:
@@ -418,18 +392,26 @@ def _events_of(run: Run) -> Iterator[_Event]:
     for _, save in Saves(run.path).new():
         log = {current_name(name): values for name, (_, values) in save["log"].items()}
         # A message of the model is saved at once, with what came before it.
-        for name, values in sorted(log.items(), key=lambda each: each[0] == _MESSAGES):
-            if name == _RECORDS:
+        for name, values in sorted(log.items(), key=lambda each: each[0] == MESSAGES):
+            if name == RECORDS:
                 calls += len(values)
                 continue
-            kind = name.rpartition(":")[2]
-            if kind == _MESSAGE and name != _MESSAGES:
+            is_message, kind = name == MESSAGES, name.rpartition(":")[2]
+            if kind == Message.__name__ and not is_message:
                 kind = name  # of a user's own type
             for value in values:
                 data = plain(value)
                 fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {"value": data}
-                turn += _is_turn(kind, fields)
-                yield _Event(kind=kind, time=save["at"], after_call=calls, turn=turn, fields=fields)
+                is_turn = is_message and fields.get("role") == "model" and not fields.get("depth")
+                turn += is_turn
+                yield _Event(
+                    kind=kind,
+                    time=save["at"],
+                    after_call=calls,
+                    turn=turn,
+                    is_turn=is_turn,
+                    fields=fields,
+                )
 
 
 def _json(value: object) -> str:

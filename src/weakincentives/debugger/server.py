@@ -13,10 +13,11 @@ import contextlib
 import gc
 import hmac
 import json
+import os
 import secrets
 import socket as sockets
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,10 @@ from urllib.parse import quote
 
 from weakincentives.collector import no_collection
 from weakincentives.debugger.contents import to_json
-from weakincentives.debugger.live import Watch
-from weakincentives.debugger.placed import NotFound
-from weakincentives.debugger.records import Json
+from weakincentives.debugger.records import Json, NotFound
 from weakincentives.debugger.views import Views
 from weakincentives.errors import MissingExtra, WinkError
+from weakincentives.runtime.calls import run_file
 
 try:
     from starlette.applications import Starlette
@@ -283,6 +283,74 @@ class _Guard:
             cookies.load(headers.get("cookie", ""))
         found = cookies.get(self._cookie)
         return "" if found is None else found.value
+
+
+# What changes while the page is open
+
+_FIRST = 20
+"""How many of the newest runs a new page is told about: they may have changed since it asked."""
+
+
+class Watch:
+    """Tells what has changed since it was last asked; looks at names and times of files only."""
+
+    def __init__(self, views: Views) -> None:
+        self._views = views
+        self._seen: dict[str, tuple[int, int]] | None = None
+        """Time and size of each run's file."""
+        self._running: set[str] = set()
+        self._changed_at: object = None
+        self._wait = 0
+        """Looks until the page is told that the history has changed, if no run says why."""
+        self._approvals: list[Any] | None = None
+
+    def news(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and data of events."""
+        files, seen = dict(self._files()), self._seen
+        if seen is None:
+            changed = set(sorted(files, key=lambda run_id: files[run_id])[-_FIRST:])
+        else:
+            changed = {run_id for run_id in files if files[run_id] != seen.get(run_id)}
+        # The end of a run does not change its file.
+        looked_at = sorted(changed | (self._running & files.keys()))
+        summaries = [self._views.summary(run_file(self._views.store, each)) for each in looked_at]
+        told = [each for each in summaries if each["id"] in changed or each["state"] != "running"]
+        self._seen = files
+        self._running = {each["id"] for each in summaries if each["state"] == "running"}
+        if told:
+            yield "runs", told
+        is_gone = seen is not None and not seen.keys() <= files.keys()
+        if self._is_outdated(seen is None, bool(told)) or is_gone:
+            yield "changed", {}  # by an undo, a merge or a deletion
+        approvals = list(self._views.approvals())
+        if approvals != self._approvals:
+            self._approvals = approvals
+            yield "approvals", approvals
+
+    def _is_outdated(self, is_first: bool, is_told: bool) -> bool:
+        """Whether the history has changed, but not by a call: its run is saved right after it."""
+        before, self._changed_at = self._changed_at, self._views.changed_at()
+        if before != self._changed_at and not is_first:
+            self._wait = 2
+        if is_told or not self._wait:
+            self._wait = 0
+            return False
+        self._wait -= 1
+        return not self._wait
+
+    def _files(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        try:
+            with os.scandir(self._views.store / "runs") as found:
+                for each in found:
+                    if each.name.endswith(".jsonl"):
+                        status = each.stat(follow_symlinks=False)
+                        name = each.name.removesuffix(".jsonl")
+                        yield name, (status.st_mtime_ns, status.st_size)
+        except FileNotFoundError:
+            return
+
+
+# Serving
 
 
 def serve(

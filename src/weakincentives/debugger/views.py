@@ -23,8 +23,8 @@ from weakincentives.debugger.contents import (
     VersionSteps,
     World,
     bytes_of,
-    capped,
     chain_of,
+    change_json,
     difference,
     from_wire,
     kind_of,
@@ -34,17 +34,21 @@ from weakincentives.debugger.contents import (
     to_wire,
     wire_path,
 )
-from weakincentives.debugger.placed import UNKNOWN, History, NotFound, Placed, RunCalls
 from weakincentives.debugger.records import (
     SHOWN_ELSEWHERE,
+    UNKNOWN,
+    History,
     Json,
+    NotFound,
+    Placed,
+    RunCalls,
     RunRecords,
     SliceNotes,
     TurnNotes,
 )
 from weakincentives.errors import SnapshotError, WinkError
 from weakincentives.events import EDITED
-from weakincentives.filesystem import BranchInfo, WorkspaceHistory, branches_of
+from weakincentives.filesystem import BranchInfo, FileChange, WorkspaceHistory, branches_of
 from weakincentives.filesystem.diffs import Effort, change_between
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.filesystem.layers import Disk, Look
@@ -60,7 +64,7 @@ from weakincentives.filesystem.versions import (
     WorkspaceVersions,
 )
 from weakincentives.runtime.at import outermost
-from weakincentives.runtime.calls import Commits, Run, rendered_result, runs_of
+from weakincentives.runtime.calls import Commits, Run, rendered_result, run_file, runs_of
 from weakincentives.runtime.index import fields_of
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
@@ -121,11 +125,9 @@ class Views:
         self._runs: dict[str, _Known] = {}
         self._histories: dict[str, _History] = {}
         self._lock = threading.Lock()
-        self._store = location_of(self.path)
-        self.runs = self._store / "runs"
-        """The folder with the files of runs."""
+        self.store = location_of(self.path)
         self._tree = Tree(self.path)
-        reserved = Reserved(self.path, store=self._store)
+        reserved = Reserved(self.path, store=self.store)
         self._present: Look = reserved.without_hidden(Disk(self._tree))
         self._ignored = IgnoredFiles(self.path)
 
@@ -392,10 +394,11 @@ class Views:
 
     def records(self, run_id: str) -> RunRecords:
         """Return the records of a run as they are now; raises SnapshotError if none can be read."""
-        path = _run_path(self._store, run_id)
+        if not run_id or "/" in run_id or "\0" in run_id or run_id.startswith("."):
+            raise NotFound(f"there is no run {run_id!r}")
         known = self._known(run_id)
         with known.lock:
-            return _refreshed(known, path)
+            return _refreshed(known, run_file(self.store, run_id).path)
 
     def joined(self, run_id: str) -> RunCalls:
         """Return the calls of a run with their places in the history."""
@@ -454,7 +457,7 @@ class Views:
         found: list[int] = []
         for name in ("history", "history/index", "branches"):
             with contextlib.suppress(OSError):
-                status = os.stat(self._store / name)
+                status = os.stat(self.store / name)
                 found += [status.st_mtime_ns, status.st_size]
         return tuple(found)
 
@@ -564,31 +567,16 @@ class Views:
         ignored, effort, left = self._ignored, Effort(raw=False), MAX_PATCHES
         found: list[Json] = []
         for step in commit.steps:
-            path = "/".join(step.parts)
-            change = {
-                "path": to_wire(path),
-                "origin": wire_path(step.origin or ()),
-                "kind": kind_of(step),
-                "added": 0,
-                "removed": 0,
-                "binary": False,
-                "note": "",
-                "patch": "",
-            }
+            path, origin = "/".join(step.parts), "/".join(step.origin or ())
             if left <= 0 or ignored(path):
                 note = "ignored by git" if left > 0 else "too much has changed to show it all"
-                found.append(change | {"note": note})
-                continue
-            old = step.before, bytes_of(versions.before, commit, step, step.before)
-            new = step.after, bytes_of(versions.after, commit, step, step.after)
-            diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
-            patch, note = ("", diff.note) if diff.is_binary else capped(diff.text, diff.note)
-            left -= len(patch)
-            found.append(
-                change
-                | {"added": diff.added, "removed": diff.removed, "binary": diff.is_binary}
-                | {"note": note, "patch": patch}
-            )
+                diff = FileChange(path=path, origin=origin, note=note)
+            else:
+                old = step.before, bytes_of(versions.before, commit, step, step.before)
+                new = step.after, bytes_of(versions.after, commit, step, step.after)
+                diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
+            found.append(change_json(diff, kind_of(step)))
+            left -= len(found[-1]["patch"])
         return found
 
     def _differing(self, a: World, b: World) -> Iterable[tuple[str, str]]:
@@ -632,12 +620,6 @@ def _refreshed(known: _Known, path: Path) -> RunRecords:
         known.records, known.size, known.problem = None, size, str(error)
         raise
     return known.records
-
-
-def _run_path(store: Path, run_id: str) -> Path:
-    if not run_id or "/" in run_id or "\0" in run_id or run_id.startswith("."):
-        raise NotFound(f"there is no run {run_id!r}")
-    return store / "runs" / f"{run_id}.jsonl"
 
 
 def _branches(workspace: Path) -> dict[str, BranchInfo]:

@@ -713,7 +713,12 @@ def rendered_result(result: Any) -> str:
                 import_module(module)  # only our own modules, whatever the file says
         return str(thaw(result).render())
     except (SnapshotError, ImportError):
-        fields = fields_of(result)
-        value = plain(fields["value"])
-        parts = [plain(fields["message"]), value and json.dumps(value, ensure_ascii=False)]
-        return "\n".join(str(part) for part in parts if part)
+        return plain_result(result)
+
+
+def plain_result(result: Any) -> str:
+    """Return the message and the value of a result."""
+    fields = fields_of(result)
+    message, value = (plain(fields.get(name)) for name in ("message", "value"))
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "\n".join(str(part) for part in (message, value and shown) if part)
