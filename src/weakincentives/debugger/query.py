@@ -351,26 +351,18 @@ def _key(call: Call) -> dict[str, object]:
     return {"run": call.run.id, "n": call.number, "name": call.name}
 
 
-def _recorded(call: Call) -> dict[str, object]:
+def _recorded(call: Call) -> dict[str, Any]:
     """Return what only the record of a call has."""
-    if call.record is None:
+    details = call.details
+    if not details:
         return {}
-    result = cast("dict[str, Any]", plain(dict(call.result)))
-    record = call.record
-    metadata: dict[str, Any] = result.get("metadata") or {}
-    failure: dict[str, Any] = result.get("failure") or {}
-    return {
+    failure: dict[str, Any] = details["failure"] or {}
+    return details | {
         "nested_in": None if call.outer is None else call.outer.number,
         "arguments": _json(call.arguments),
-        "duration": record["duration"],
-        "attempts": max(record["attempts"], metadata.get("attempts", 1)),
-        "output": _json(result.get("value")),
+        "output": _json(details["value"]),
         "code": failure.get("code"),
-        "denied_by": record["denied_by"] or None,
-        "notes": _json(plain(record["notes"])),
-        "conflicts": _json(plain(record["conflicts"])),
-        "rolled_back": _json(metadata.get("undone", [])),
-        "not_rolled_back": _json(metadata.get("not_undone", [])),
+        "denied_by": details["denied_by"] or None,
     }
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,8 +64,7 @@ from weakincentives.filesystem.versions import (
     WorkspaceVersions,
 )
 from weakincentives.runtime.at import outermost
-from weakincentives.runtime.calls import Commits, Run, rendered_result, run_file, runs_of
-from weakincentives.runtime.index import fields_of
+from weakincentives.runtime.calls import Call, Commits, Run, rendered_result, run_file, runs_of
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
 
@@ -289,7 +288,7 @@ class Views:
         changes = [] if commit is None else self._changes(joined.versions, commit)
         return {
             **row,
-            **_details(record),
+            **_details(replace(placed.call, record=record)),
             "text": _text_of_turn(records, row["turn"]),
             "result": _shown(record, None if answer is None else records.fields(answer)),
             "changes": changes,
@@ -758,35 +757,25 @@ def _row(placed: Placed, joined: RunCalls) -> Json:
 # One call
 
 
-def _details(record: Json) -> Json:
-    result = fields_of(record.get("result"))
-    failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
-    message = str(plain(result.get("message", "")))
-    notes = [str(each) for each in _list(record.get("notes"))]
+def _details(call: Call) -> Json:
+    """Return what the page shows of a call with its whole record."""
+    details = call.details
+    notes, failure = [str(each) for each in details["notes"]], details["failure"]
     return {
-        "arguments": plain(record.get("params")),
+        "arguments": call.arguments,
         "edited": EDITED in notes,
-        "problems": _problems(message),
-        "policies": _policies(record, notes),
-        "message": message,
-        "value": plain(result.get("value")),
-        "failure": {
-            "code": str(plain(failure.get("code", ""))),
-            "message": str(plain(failure.get("message", ""))),
-            "recoverable": bool(failure.get("recoverable", True)),
-            "suggestions": _list(failure.get("suggestions")),
-        }
-        if failure
-        else None,
-        "undone": _list(metadata.get("undone")),
-        "notUndone": _list(metadata.get("not_undone")),
-        "notes": [*notes, *map(str, _list(metadata.get("degraded")))],
+        "problems": _problems(details["message"]),
+        "policies": _policies(details, notes),
+        "message": details["message"],
+        "value": details["value"],
+        "failure": failure and {**_FAILURE, **failure},
+        "undone": details["rolled_back"],
+        "notUndone": details["not_rolled_back"],
+        "notes": [*notes, *map(str, details["degraded"])],
     }
 
 
-def _list(value: Any) -> list[Any]:
-    found = plain(value)
-    return cast("list[Any]", found) if isinstance(found, list) else []
+_FAILURE: Json = {"code": "", "message": "", "recoverable": True, "suggestions": []}
 
 
 def _problems(message: str) -> dict[str, str]:
@@ -797,12 +786,9 @@ def _problems(message: str) -> dict[str, str]:
     return {}
 
 
-def _policies(record: Json, notes: Sequence[str]) -> list[Json]:
+def _policies(details: Json, notes: Sequence[str]) -> list[Json]:
     """Return the policies that were asked; a record from an earlier version only has a denial."""
-    names, denied_by = (
-        [str(each) for each in _list(record.get("policies"))],
-        record.get("denied_by"),
-    )
+    names, denied_by = [str(each) for each in details["policies"]], details["denied_by"]
     if denied_by and denied_by not in names:
         names.append(str(denied_by))
     found: list[Json] = []
@@ -821,7 +807,7 @@ def _sections(prompt: Json) -> list[Json]:
     """Return the sections of a prompt without headings; an earlier version saved no places."""
     text, start = str(plain(prompt.get("text", ""))), 0
     found: list[Json] = []
-    for path, length in _list(prompt.get("sections")):
+    for path, length in cast("list[Any]", plain(prompt.get("sections", []))):
         block = text[start : start + length]
         body = block.partition("\n")[2].lstrip("\n") if block.startswith("#") else block
         found.append({"path": path, "text": body})

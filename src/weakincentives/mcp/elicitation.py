@@ -2,7 +2,7 @@
 
 Older clients get a request of their own (``elicitation/create``) while the call waits. For newer
 ones the call is suspended, the form is its answer, and the client repeats the call with the form
-filled in.
+filled in. The model can bring up what durable runs ask, but only such a form answers it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import new_call_id
-from weakincentives.errors import MissingExtra, Suspended, ToolValidationError
+from weakincentives.errors import AnswerRefused, ApprovalNeeded, MissingExtra, ToolValidationError
+from weakincentives.prompt import MarkdownSection, Section, Tool, ToolContext
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
+from weakincentives.tool_result import ToolResult
 
 try:
     from mcp.types import ElicitRequest, ElicitRequestFormParams, ElicitResult
@@ -25,6 +27,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
+
+    from weakincentives.durable.runs import Runs, WaitingApproval
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""
@@ -39,10 +43,6 @@ A client over HTTP can vanish unnoticed: its answer would never come.
 
 client_call: ContextVar[ClientCall | None] = ContextVar("client_call", default=None)
 """The call of a client that is under way."""
-
-
-class _WaitsForForm(Suspended):
-    """The client repeats the call with the form filled in."""
 
 
 class NotAnswered(ToolValidationError):
@@ -104,7 +104,7 @@ class ClientCall:
                 return answer
         del self._answers[self._asked :]
         self._question, self.form = request, form
-        raise _WaitsForForm("the client's user is asked")
+        raise ApprovalNeeded(request)  # the client repeats the call with the form filled in
 
     def form_to_fill_in(self, state: str) -> dict[str, Any]:
         """Return the answer to a call that waits, in the wire format."""
@@ -188,3 +188,51 @@ def _schema(request: ApprovalRequest) -> dict[str, Any]:
     }
     choices = {"type": "string", "title": "Answer", "enum": ["yes", "no", "always"]}
     return {"type": "object", "properties": {"answer": choices, **texts}, "required": ["answer"]}
+
+
+# Runs elsewhere
+
+_WORK = """
+Runs elsewhere may wait for the approval of the user. `ask_about_waiting_run` shows the user what
+the oldest of them asks, in a form of their client; only the user can answer it.
+"""
+
+
+def approvals_section(runs: Runs) -> Section[None]:
+    """Return a section with the tool, for the prompt of an ``McpServer``."""
+
+    async def ask_about_waiting_run(params: None, *, context: ToolContext) -> ToolResult[None]:
+        waiting = await asyncio.to_thread(runs.pending)
+        if not waiting:
+            return ToolResult.ok(None, "No run waits for an approval.")
+        asked = waiting[0]
+        # From the form alone: without an answer of a person, the request stays open.
+        answer = await answer_of_client(asked.request)
+        await asyncio.to_thread(_answer, runs, asked, answer)
+        done = "approved" if answer.approved else "denied"
+        left = len(waiting) - 1
+        more = f" {left} more wait." if left else ""
+        message = f"{answer.by} {done} {asked.request.tool_name} of {asked.run}.{more}"
+        return ToolResult.ok(None, message)
+
+    tool: Tool[None, None] = Tool(
+        name="ask_about_waiting_run",
+        description="Ask the user about the oldest call of another run that waits for approval.",
+        handler=ask_about_waiting_run,
+        reach="read",
+    )
+    return MarkdownSection(title="Runs that wait", template=_WORK, tools=[tool])
+
+
+def _answer(runs: Runs, asked: WaitingApproval, answer: Approval) -> None:
+    try:
+        runs.answer(
+            asked.id,
+            approved=answer.approved,
+            digest=asked.digest,
+            reason=answer.reason,
+            arguments=answer.arguments,
+            by=answer.by,
+        )
+    except AnswerRefused as error:
+        raise ToolValidationError(str(error)) from error

@@ -22,7 +22,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
@@ -401,11 +401,33 @@ class Call:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        return {} if self.record is None else fields_of(self.record["result"])
+        return {} if self.record is None else fields_of(self.record.get("result"))
 
     @property
     def arguments(self) -> object:
         return None if self.record is None else plain(self.record["params"])
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What its record says of how it went, as plain JSON; empty without a record."""
+        if self.record is None:
+            return {}
+        record, result = self.record, cast("dict[str, Any]", plain(dict(self.result)))
+        metadata: dict[str, Any] = result.get("metadata") or {}
+        return {
+            "duration": record.get("duration", 0.0),
+            "attempts": max(record.get("attempts", 1), metadata.get("attempts", 1)),
+            "policies": plain(record.get("policies", [])),
+            "denied_by": record.get("denied_by", ""),
+            "notes": plain(record.get("notes", [])),
+            "conflicts": plain(record.get("conflicts", [])),
+            "message": str(result.get("message", "")),
+            "value": result.get("value"),
+            "failure": result.get("failure"),
+            "rolled_back": metadata.get("undone", []),
+            "not_rolled_back": metadata.get("not_undone", []),
+            "degraded": metadata.get("degraded", []),
+        }
 
     @property
     def is_suspended(self) -> bool:
