@@ -118,16 +118,11 @@ def _decoded(data: bytes) -> tuple[str | None, str]:
 
 
 def bytes_of(
-    read: Callable[[CommitSteps, FileStep], bytes],
-    commit: CommitSteps,
-    step: FileStep,
-    entry: Entry | None,
+    read: Callable[[CommitSteps, FileStep], bytes], commit: CommitSteps, step: FileStep
 ) -> bytes | None:
-    if entry is None:
-        return None
     try:
         return read(commit, step)
-    except (OSError, LookupError, WinkError):
+    except (OSError, LookupError, WinkError):  # unknown, or there was no file
         return None
 
 

@@ -334,9 +334,8 @@ def export_run(
         SnapshotError: The run cannot be read.
     """
     target, page = Path(target), Page.of(static)
-    _check(target, force)
     views = Views(Path(workspace), writable=False)
-    with tempfile.TemporaryFile() as file, _new_file(target) as out:
+    with tempfile.TemporaryFile() as file, _appearing(target, force) as out:
         data = _Data(_Spool(file), max_size)
         data.collect(views, run.id, changed_only=changed_only)
         for size in data.written(out, page, run.id):
@@ -347,8 +346,6 @@ def export_run(
                 f"not even a list of the calls of {run.id} fits into {size_of(max_size)}; "
                 "use a larger --max-size"
             )
-        out.flush()
-        _put(out.name, target, force)
     left = Counter(item.rank for item in data.spool.items if item.key not in data.left_out)
     return Exported(
         path=target,
@@ -468,33 +465,29 @@ def quote_key(text: str) -> str:
 # The file
 
 
-def _check(target: Path, force: bool) -> None:
+@contextmanager
+def _appearing(target: Path, force: bool) -> Generator[IO[str]]:
+    """Yield a temporary file, which only its owner can read; it is the target after the block."""
     if target.is_dir():
         raise ExportRefused(f"{target} is a directory; name a file")
+    exists = f"{target} exists; name another file, or use --force"
     if os.path.lexists(target) and not force:
-        raise ExportRefused(f"{target} exists; name another file, or use --force")
-
-
-@contextmanager
-def _new_file(target: Path) -> Generator[IO[str]]:
-    """Give a temporary file beside the target, which only its owner can read."""
+        raise ExportRefused(exists)
     with tempfile.NamedTemporaryFile(
         "w", dir=target.parent, prefix=f".{target.name}.", encoding="utf-8", delete=False
     ) as out:
         try:
             yield out
+            out.flush()
+            try:
+                if not force:
+                    os.link(out.name, target)
+            except FileExistsError as error:  # since we looked
+                raise ExportRefused(exists) from error
+            except OSError:  # there are no hard links here
+                force = True
+            if force:
+                os.replace(out.name, target)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(out.name)
-
-
-def _put(made: str, target: Path, force: bool) -> None:
-    if force:
-        os.replace(made, target)
-        return
-    try:
-        os.link(made, target)  # fails if it exists by now
-    except FileExistsError as error:
-        raise ExportRefused(f"{target} exists; name another file, or use --force") from error
-    except OSError:  # there are no hard links here
-        os.replace(made, target)

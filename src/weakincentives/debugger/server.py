@@ -34,9 +34,9 @@ from weakincentives.runtime.calls import run_file
 try:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
-    from starlette.datastructures import Headers, MutableHeaders, QueryParams
+    from starlette.datastructures import MutableHeaders
     from starlette.middleware.gzip import GZipMiddleware
-    from starlette.requests import Request
+    from starlette.requests import HTTPConnection, Request
     from starlette.responses import (
         FileResponse,
         HTMLResponse,
@@ -51,8 +51,6 @@ except ImportError as error:
     raise MissingExtra("debug", "starlette") from error
 
 if TYPE_CHECKING:
-    from http.cookies import SimpleCookie
-
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from weakincentives.durable.runs import Runs
@@ -77,6 +75,7 @@ _FILES = {
     "app.css": ("app.css", "text/css"),
     "LICENSES.txt": ("LICENSES.txt", "text/plain"),
 }
+_COOKIE = "wink_debug"
 _MAX_BODY = 4 << 20
 _POLL = 0.5
 """Seconds between looks at the files of runs, while a page is open."""
@@ -230,7 +229,6 @@ class _Guard:
         """None once it was used."""
         self._port = port
         self._secret = secrets.token_urlsafe(32)
-        self._cookie = "wink_debug"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -253,14 +251,14 @@ class _Guard:
             await answer(scope, receive, send_with_headers)
 
     def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
-        headers = Headers(scope=scope)
-        if refused := foreign(headers, LOOPBACK, self._port):
+        request = HTTPConnection(scope)
+        if refused := foreign(request.headers, LOOPBACK, self._port):
             return PlainTextResponse(f"{refused}\n", 403)
-        given = QueryParams(scope["query_string"]).get("token") if path == "/" else None
+        given = request.query_params.get("token") if path == "/" else None
         if given is not None:
             return self._exchanged(given)
-        known = hmac.compare_digest(self._sent(headers).encode(), self._secret.encode())
-        if path is None or not known:
+        cookie = request.cookies.get(_COOKIE, "")
+        if path is None or not hmac.compare_digest(cookie.encode(), self._secret.encode()):
             return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
         return None
 
@@ -272,17 +270,8 @@ class _Guard:
         # No redirect: after a click on another site, the browser would not send the cookie with it.
         answer = HTMLResponse(_ENTER.format(quote(self._run)))
         place = f"{self._place}/"
-        answer.set_cookie(self._cookie, self._secret, path=place, httponly=True, samesite="strict")
+        answer.set_cookie(_COOKIE, self._secret, path=place, httponly=True, samesite="strict")
         return answer
-
-    def _sent(self, headers: Headers) -> str:
-        from http.cookies import CookieError, SimpleCookie
-
-        cookies: SimpleCookie = SimpleCookie()
-        with contextlib.suppress(CookieError):
-            cookies.load(headers.get("cookie", ""))
-        found = cookies.get(self._cookie)
-        return "" if found is None else found.value
 
 
 # What changes while the page is open

@@ -571,8 +571,8 @@ class Views:
                 note = "ignored by git" if left > 0 else "too much has changed to show it all"
                 diff = FileChange(path=path, origin=origin, note=note)
             else:
-                old = step.before, bytes_of(versions.before, commit, step, step.before)
-                new = step.after, bytes_of(versions.after, commit, step, step.after)
+                old = step.before, bytes_of(versions.before, commit, step)
+                new = step.after, bytes_of(versions.after, commit, step)
                 diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
             found.append(change_json(diff, kind_of(step)))
             left -= len(found[-1]["patch"])

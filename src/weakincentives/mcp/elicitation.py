@@ -28,7 +28,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
 
-    from weakincentives.durable.runs import Runs, WaitingApproval
+    from weakincentives.durable.runs import Runs
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""
@@ -65,16 +65,15 @@ class ClientCall:
         self.client = request.session
         self.request_id = request.request_id
         self.id = new_call_id() if earlier is None else earlier.id
-        self.form: ElicitRequestFormParams | None = None
-        """The form that the call waits for."""
-        self._question: ApprovalRequest | None = None
+        self.question: ApprovalRequest | None = None
+        """What the call waits for."""
         self._answers: list[tuple[ApprovalRequest, ElicitResult]] = []
+        self._asked = 0
         if earlier is not None:
             self._answers += earlier._answers
-        self._asked = 0
-        response = (responses or {}).get(_FORM)
-        if earlier is not None and earlier._question and isinstance(response, ElicitResult):
-            self._answers.append((earlier._question, response))
+            response = (responses or {}).get(_FORM)
+            if earlier.question is not None and isinstance(response, ElicitResult):
+                self._answers.append((earlier.question, response))
 
     @property
     def user(self) -> str:
@@ -88,13 +87,10 @@ class ClientCall:
         return modes is not None and (modes.form is not None or modes.url is None)
 
     async def ask(self, request: ApprovalRequest) -> ElicitResult:
-        form = ElicitRequestFormParams(
-            message=request.describe(_MOST_SHOWN), requested_schema=_schema(request)
-        )
         if not is_version_at_least(self.client.protocol_version, _IN_ANSWER_SINCE):
             async with asyncio.timeout(_PATIENCE):
                 return await self.client.elicit_form(
-                    form.message, form.requested_schema, self.request_id
+                    request.describe(_MOST_SHOWN), _schema(request), self.request_id
                 )
         for number, (shown, answer) in enumerate(self._answers[self._asked :], self._asked):
             # The approval is for what was shown: another call, or another file, is asked about.
@@ -103,13 +99,16 @@ class ClientCall:
                 self._asked = number + 1
                 return answer
         del self._answers[self._asked :]
-        self._question, self.form = request, form
+        self.question = request
         raise ApprovalNeeded(request)  # the client repeats the call with the form filled in
 
     def form_to_fill_in(self, state: str) -> dict[str, Any]:
         """Return the answer to a call that waits, in the wire format."""
-        assert self.form is not None
-        form = ElicitRequest(params=self.form)
+        assert self.question is not None
+        message, schema = self.question.describe(_MOST_SHOWN), _schema(self.question)
+        form = ElicitRequest(
+            params=ElicitRequestFormParams(message=message, requested_schema=schema)
+        )
         return {
             "resultType": "input_required",
             "inputRequests": {
@@ -208,7 +207,11 @@ def approvals_section(runs: Runs) -> Section[None]:
         asked = waiting[0]
         # From the form alone: without an answer of a person, the request stays open.
         answer = await answer_of_client(asked.request)
-        await asyncio.to_thread(_answer, runs, asked, answer)
+        said = {name: getattr(answer, name) for name in ("approved", "reason", "arguments", "by")}
+        try:
+            await asyncio.to_thread(runs.answer, asked.id, digest=asked.digest, **said)
+        except AnswerRefused as error:
+            raise ToolValidationError(str(error)) from error
         done = "approved" if answer.approved else "denied"
         left = len(waiting) - 1
         more = f" {left} more wait." if left else ""
@@ -222,17 +225,3 @@ def approvals_section(runs: Runs) -> Section[None]:
         reach="read",
     )
     return MarkdownSection(title="Runs that wait", template=_WORK, tools=[tool])
-
-
-def _answer(runs: Runs, asked: WaitingApproval, answer: Approval) -> None:
-    try:
-        runs.answer(
-            asked.id,
-            approved=answer.approved,
-            digest=asked.digest,
-            reason=answer.reason,
-            arguments=answer.arguments,
-            by=answer.by,
-        )
-    except AnswerRefused as error:
-        raise ToolValidationError(str(error)) from error

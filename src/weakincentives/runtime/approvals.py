@@ -232,12 +232,13 @@ def _pending(run: Run) -> Iterator[PendingApproval]:
     for name in names:
         with suppress(OSError, SnapshotError, ValueError):
             data = _seals(folder / name).unsealed(_read(folder / name / _REQUEST))
-            is_open = _is_waiting(folder / name) and not (folder / name / _ANSWER).exists()
-            if data is None or not is_open:
+            if data is None:
                 continue
             values: Any = json.loads(data)
             request: ApprovalRequest = thaw(values["request"])
-            yield PendingApproval(run=run, id=name, request=request, since=float(values["at"]))
+            found = PendingApproval(run=run, id=name, request=request, since=float(values["at"]))
+            if found.is_open:
+                yield found
 
 
 def _is_waiting(folder: Path) -> bool:
