@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -150,8 +149,7 @@ def query_run(
             names = ", ".join(f"{c.name} {'TEXT' if c.type == 'JSON' else c.type}" for c in columns)
             database.execute(f"CREATE TABLE {name} ({names})")
         read = _guarded(database)
-        statement = _Statement(database, sql, max_seconds)
-        statement.run(1)  # on empty tables: to learn what it reads
+        _run(database, sql, 1, max_seconds)  # on empty tables: to learn what it reads
         if _BY_NAME.search(sql):
             read |= {(name, c.name) for name in SCHEMA for c in SCHEMA[name]}
         tables = _Tables(workspace, run, read)
@@ -162,7 +160,7 @@ def query_run(
             into = f"INSERT INTO {name} ({', '.join(wanted)}) VALUES ({marks})"
             database.executemany(into, tables.rows(name, wanted))
         _guarded(database)
-        columns, rows = statement.run(max_rows + 1)
+        columns, rows = _run(database, sql, max_rows + 1, max_seconds)
     return Answer(columns=columns, rows=rows[:max_rows], is_cut=len(rows) > max_rows)
 
 
@@ -195,33 +193,28 @@ def _guarded(database: sqlite3.Connection) -> set[tuple[str, str]]:
     return read
 
 
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    database: sqlite3.Connection
-    sql: str
-    seconds: float
+def _run(
+    database: sqlite3.Connection, sql: str, most: int, seconds: float
+) -> tuple[tuple[str, ...], list[Row]]:
+    """Return the columns of a statement, and at most so many rows."""
+    until = SYSTEM_CLOCK.monotonic() + seconds
 
-    def run(self, most: int) -> tuple[tuple[str, ...], list[Row]]:
-        """Return columns and at most so many rows."""
-        until = SYSTEM_CLOCK.monotonic() + self.seconds
-        is_late = partial(_is_late, until)
-        self.database.set_progress_handler(is_late, _STEPS)
-        try:
-            cursor = self.database.execute(self.sql)
-            if cursor.description is None:
-                raise QueryError("the statement is empty; write a SELECT")
-            return tuple(each[0] for each in cursor.description), cursor.fetchmany(most)
-        except (sqlite3.Error, sqlite3.Warning, UnicodeError, ValueError) as error:
-            if is_late():
-                text = f"the statement takes more than {self.seconds:g} seconds; narrow it down"
-                raise QueryError(text) from error
-            raise QueryError(_in_words(str(error))) from error
-        finally:
-            self.database.set_progress_handler(None, 0)
+    def is_late() -> bool:
+        return SYSTEM_CLOCK.monotonic() > until
 
-
-def _is_late(until: float) -> bool:
-    return SYSTEM_CLOCK.monotonic() > until
+    database.set_progress_handler(is_late, _STEPS)
+    try:
+        cursor = database.execute(sql)
+        if cursor.description is None:
+            raise QueryError("the statement is empty; write a SELECT")
+        return tuple(each[0] for each in cursor.description), cursor.fetchmany(most)
+    except (sqlite3.Error, sqlite3.Warning, UnicodeError, ValueError) as error:
+        if is_late():
+            text = f"the statement takes more than {seconds:g} seconds; narrow it down"
+            raise QueryError(text) from error
+        raise QueryError(_in_words(str(error))) from error
+    finally:
+        database.set_progress_handler(None, 0)
 
 
 def _in_words(error: str) -> str:

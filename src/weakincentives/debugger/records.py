@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.collector import no_collection
@@ -39,7 +39,6 @@ _TEXT, _USER, _ERROR, _SUMMARY = 400, 400, 200, 80
 """Characters that stay in memory."""
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-T = TypeVar("T")
 Json = dict[str, Any]
 
 
@@ -160,7 +159,8 @@ class RunRecords:
         self._rewound: list[tuple[SliceNotes, int]] = []
         """The steps since the conversation was rewound, as places in the steps of slices."""
         self._seen = (0, -1)
-        self._made: dict[str, tuple[int, Any]] = {}
+        self._over = (-1, False)
+        """Whether it was over, and at which version."""
         self.refresh()
 
     @property
@@ -168,12 +168,12 @@ class RunRecords:
         """Another one as soon as something was added."""
         return self._seen[1]
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what was made under a name, or make it: it stays until something is added."""
-        found = self._made.get(name)
-        if found is None or found[0] != self.version:
-            found = self._made[name] = self.version, make()
-        return found[1]
+    @property
+    def is_over(self) -> bool:
+        """Whether the model has finished, or was never asked."""
+        if self._over[0] != self.version:
+            self._over = self.version, not self.turns or self.run.has_ended
+        return self._over[1]
 
     @property
     def damage(self) -> str:

@@ -51,7 +51,7 @@ except ImportError as error:
     raise MissingExtra("debug", "starlette") from error
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from weakincentives.durable.runs import Runs
 
@@ -116,7 +116,10 @@ class Actions:
 
 
 class Debugger:
-    """The application, and its link."""
+    """The application, and its link.
+
+    It refuses foreign requests, exchanges the token for a cookie, and sets the headers.
+    """
 
     def __init__(
         self, views: Views, *, port: int, actions: Actions | None = None, run: str = ""
@@ -128,6 +131,9 @@ class Debugger:
         """The run that the page opens with."""
         self.token = secrets.token_urlsafe(32)
         """In the link; it works once."""
+        self._is_used = False
+        self._secret = secrets.token_urlsafe(32)
+        self._port = port
         self._posts = (actions or Actions()).posts
         self._stopping = asyncio.Event()
         app = Starlette(
@@ -139,11 +145,57 @@ class Debugger:
                 Route("/{name:path}", self._file),  # also "/"
             ]
         )
-        self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=2), self, port)
+        self._app = GZipMiddleware(app, compresslevel=2)
 
     def stop(self) -> None:
         """End the streams of events."""
         self._stopping.set()
+
+    # Guarding
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, if it is ours."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        path = cast("str", scope["path"])
+        below = path.removeprefix(self.place) if path.startswith(f"{self.place}/") else None
+        answer = self._own_answer(scope, below)
+        if answer is None:
+            await self._app({**scope, "path": below}, receive, send_with_headers)
+        else:
+            await answer(scope, receive, send_with_headers)
+
+    def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
+        request = HTTPConnection(scope)
+        if refused := foreign(request.headers, LOOPBACK, self._port):
+            return PlainTextResponse(f"{refused}\n", 403)
+        given = request.query_params.get("token") if path == "/" else None
+        if given is not None:
+            return self._exchanged(given)
+        cookie = request.cookies.get(_COOKIE, "")
+        if path is None or not hmac.compare_digest(cookie.encode(), self._secret.encode()):
+            return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
+        return None
+
+    def _exchanged(self, given: str) -> Response:
+        """Return the page with the cookie, for the token; it does so once."""
+        if self._is_used or not hmac.compare_digest(given.encode(), self.token.encode()):
+            return HTMLResponse(_USED, 401)
+        self._is_used = True
+        # No redirect: after a click on another site, the browser would not send the cookie with it.
+        answer = HTMLResponse(_ENTER.format(quote(self.run)))
+        place = f"{self.place}/"
+        answer.set_cookie(_COOKIE, self._secret, path=place, httponly=True, samesite="strict")
+        return answer
 
     # Requests
 
@@ -216,62 +268,6 @@ async def _body(request: Request) -> bytes:
         if len(data) > _MAX_BODY:
             raise ValueError("too large")
     return data
-
-
-class _Guard:
-    """Refuses foreign requests, exchanges the token for a cookie, and sets the headers."""
-
-    def __init__(self, app: ASGIApp, debugger: Debugger, port: int) -> None:
-        self._app = app
-        self._place = debugger.place
-        self._run = debugger.run
-        self._token: bytes | None = debugger.token.encode()
-        """None once it was used."""
-        self._port = port
-        self._secret = secrets.token_urlsafe(32)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
-            await send(message)
-
-        path = cast("str", scope["path"])
-        below = path.removeprefix(self._place) if path.startswith(f"{self._place}/") else None
-        answer = self._own_answer(scope, below)
-        if answer is None:
-            await self._app({**scope, "path": below}, receive, send_with_headers)
-        else:
-            await answer(scope, receive, send_with_headers)
-
-    def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
-        request = HTTPConnection(scope)
-        if refused := foreign(request.headers, LOOPBACK, self._port):
-            return PlainTextResponse(f"{refused}\n", 403)
-        given = request.query_params.get("token") if path == "/" else None
-        if given is not None:
-            return self._exchanged(given)
-        cookie = request.cookies.get(_COOKIE, "")
-        if path is None or not hmac.compare_digest(cookie.encode(), self._secret.encode()):
-            return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
-        return None
-
-    def _exchanged(self, given: str) -> Response:
-        """Return the page with the cookie, for the token; it does so once."""
-        if self._token is None or not hmac.compare_digest(given.encode(), self._token):
-            return HTMLResponse(_USED, 401)
-        self._token = None
-        # No redirect: after a click on another site, the browser would not send the cookie with it.
-        answer = HTMLResponse(_ENTER.format(quote(self._run)))
-        place = f"{self._place}/"
-        answer.set_cookie(_COOKIE, self._secret, path=place, httponly=True, samesite="strict")
-        return answer
 
 
 # What changes while the page is open

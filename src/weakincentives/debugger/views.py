@@ -46,7 +46,7 @@ from weakincentives.debugger.records import (
     SliceNotes,
     TurnNotes,
 )
-from weakincentives.errors import SnapshotError, WinkError
+from weakincentives.errors import WinkError
 from weakincentives.events import EDITED
 from weakincentives.filesystem import BranchInfo, FileChange, WorkspaceHistory, branches_of
 from weakincentives.filesystem.diffs import Effort, change_between
@@ -88,9 +88,6 @@ class _Known:
     calls: RunCalls | None = None
     answer: tuple[object, str] = (None, "")
     """All turns and calls as JSON, and what it was made from."""
-    size: int = -1
-    """Of the file when it could not be read."""
-    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -393,11 +390,15 @@ class Views:
 
     def records(self, run_id: str) -> RunRecords:
         """Return the records of a run as they are now; raises SnapshotError if none can be read."""
-        if not run_id or "/" in run_id or "\0" in run_id or run_id.startswith("."):
-            raise NotFound(f"there is no run {run_id!r}")
+        is_name = run_id and not {"/", "\0"} & set(run_id) and not run_id.startswith(".")
+        path = run_file(self.store, run_id).path
+        if not is_name or not path.exists():
+            raise NotFound(f"there is no run {run_id}")
         known = self._known(run_id)
         with known.lock:
-            return _refreshed(known, run_file(self.store, run_id).path)
+            if known.records is None or not known.records.refresh():
+                known.records = RunRecords(path)
+            return known.records
 
     def joined(self, run_id: str) -> RunCalls:
         """Return the calls of a run with their places in the history."""
@@ -605,22 +606,6 @@ class Views:
         return found | {parts for each in commits for step in each.steps for parts in step.paths}
 
 
-def _refreshed(known: _Known, path: Path) -> RunRecords:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise NotFound(f"there is no run {path.stem}") from error
-    if known.records is None and known.problem and known.size == size:
-        raise SnapshotError(known.problem)
-    try:
-        if known.records is None or not known.records.refresh():
-            known.records = RunRecords(path)
-    except SnapshotError as error:
-        known.records, known.size, known.problem = None, size, str(error)
-        raise
-    return known.records
-
-
 def _branches(workspace: Path) -> dict[str, BranchInfo]:
     with contextlib.suppress(OSError, WinkError):
         return {each.name: each for each in branches_of(workspace)}
@@ -656,12 +641,6 @@ def _note(joined: RunCalls) -> str:
 
 
 def _summary(records: RunRecords) -> Json:
-    lasting = records.once("summary", lambda: _lasting_summary(records))
-    return lasting | {"state": _state(records.run, records)}
-
-
-def _lasting_summary(records: RunRecords) -> Json:
-    """Return what changes only when the run is saved."""
     run, about = records.run, records.run.data.about
     price = _price(run)
     usages = [turn.usage for turn in records.turns]
@@ -673,6 +652,7 @@ def _lasting_summary(records: RunRecords) -> Json:
         "model": str(about.get("model") or ""),
         "began": run.data.began,
         "saved": max(run.data.at, run.data.began),
+        "state": _state(run, records),
         "branch": run.branch,
         "dry": run.is_dry,
         "forkedFrom": about.get("forked_from"),
@@ -690,8 +670,7 @@ def _state(run: Run, records: RunRecords | None = None) -> str:
             return "running"
     if records is None:
         return "interrupted"
-    is_over = records.once("is_over", lambda: not records.turns or run.has_ended)
-    return "finished" if is_over else "interrupted"
+    return "finished" if records.is_over else "interrupted"
 
 
 def _price(run: Run) -> TokenPrice | None:
