@@ -218,7 +218,7 @@ class VersionSteps:
         self._put(about, after, note, effort)
 
     def _follows(self, here: Parts) -> bool:
-        """Tell whether the versions so far are those of what is moved here now."""
+        """Whether the versions so far belong to the file that this step moves here."""
         return not self.found or self.found[-1]["path"] != wire_path(here)
 
     def _is_known(self, before: str | None, note: str) -> bool:

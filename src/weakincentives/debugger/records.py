@@ -413,7 +413,7 @@ def _usage(value: Any) -> TokenUsage:
 # The calls, joined with the history
 
 UNKNOWN = -1
-"""In place of a serial: the history does not have the files of then."""
+"""In place of a serial: the history no longer has those files."""
 _CLOCK = 1e-4
 """Seconds by which two clocks may differ: a call's beginning and its duration have one each."""
 

@@ -2,8 +2,7 @@
 
 The link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
 has an Origin, ours. The page may load nothing from elsewhere, and no script but its own. It is
-below a path that nobody can guess: without one, a browser would send the cookie to all servers of
-this host.
+below a random path: without one, a browser would send the cookie to all servers of this host.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Views:
         return []
 
     def summary(self, run: Run) -> Json:
-        """Return what lists show of a run; of one that cannot be read, why."""
+        """Return what lists show of a run, or why it cannot be read."""
         summary = {
             "id": run.id,
             "mark": run.mark,
@@ -690,7 +690,7 @@ def _price(run: Run) -> TokenPrice | None:
 
 
 def _is_shown(turn: TurnNotes, after: int) -> bool:
-    """Tell whether a turn has calls after one, or came after it."""
+    """Whether a turn made a call after the one with this number, or came after it."""
     return turn.preceding >= after or any(number > after for number in turn.calls)
 
 

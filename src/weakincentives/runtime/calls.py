@@ -431,7 +431,7 @@ class Call:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether it was rolled back to wait for someone outside."""
+        """Whether it was rolled back to wait for an answer from outside."""
         return fields_of(self.result.get("failure") or {}).get("code") == "SUSPENDED"
 
     @property
