@@ -79,16 +79,16 @@ class _Search:
         """Yield hits in the files after the last call, and in versions that calls wrote before."""
         joined, views = self._joined, self._views
         last = World(joined.versions, joined.top)
-        for parts in self._in_time(sorted(views.paths_at(last))):
-            text, _ = text_of(*views.content_at(last, parts))
+        for parts in self._in_time(sorted(views.contents.paths_at(last))):
+            text, _ = text_of(*views.contents.at(last, parts))
             yield from self._hits(
                 text or "", serial=joined.top, where="file", path=wire_path(parts)
             )
         for commit in self._in_time(reversed(joined.versions.since(joined.base))):
             serial = commit.call.serial
             for step in commit.steps if serial <= joined.top else ():
-                content = views.content_at(World(joined.versions, serial), step.parts)
-                now = views.content_at(last, step.parts)[0]
+                content = views.contents.at(World(joined.versions, serial), step.parts)
+                now = views.contents.at(last, step.parts)[0]
                 if now is not None and step.after is not None and now.digest == step.after.digest:
                     continue  # found already
                 text, _ = text_of(*content)

@@ -10,8 +10,8 @@ import contextlib
 import json
 import os
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,16 +19,12 @@ from typing import Any, cast
 from weakincentives.adapters.catalog import known_price
 from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.debugger.contents import (
-    Content,
+    Contents,
     VersionSteps,
     World,
-    bytes_of,
     chain_of,
-    change_json,
-    difference,
     from_wire,
     kind_of,
-    no_content,
     text_of,
     to_json,
     to_wire,
@@ -48,15 +44,8 @@ from weakincentives.debugger.records import (
 )
 from weakincentives.errors import WinkError
 from weakincentives.events import EDITED
-from weakincentives.filesystem import BranchInfo, FileChange, WorkspaceHistory, branches_of
-from weakincentives.filesystem.diffs import Effort, change_between
-from weakincentives.filesystem.ignored import IgnoredFiles
-from weakincentives.filesystem.layers import Disk, Look
-from weakincentives.filesystem.paths import Parts
-from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem import BranchInfo, WorkspaceHistory, branches_of
 from weakincentives.filesystem.store import location_of
-from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.versions import (
     BranchVersions,
     CommitSteps,
@@ -68,8 +57,6 @@ from weakincentives.runtime.calls import Call, Commits, Run, rendered_result, ru
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
 
-MAX_PATCHES = 1 << 20
-"""Characters of the patches of one call."""
 _MAX_PATHS = 50_000
 _MAX_COMPARED = 2_000
 _SLACK = 1.0
@@ -122,10 +109,7 @@ class Views:
         self._histories: dict[str, _History] = {}
         self._lock = threading.Lock()
         self.store = location_of(self.path)
-        self._tree = Tree(self.path)
-        reserved = Reserved(self.path, store=self.store)
-        self._present: Look = reserved.without_hidden(Disk(self._tree))
-        self._ignored = IgnoredFiles(self.path)
+        self.contents = Contents(self.path, self.store, lambda: self._history("").versions)
 
     # By path
 
@@ -282,7 +266,7 @@ class Views:
         record = records.fields(notes.item)
         answer = records.answer(number)
         commit = joined.commit_of(placed)
-        changes = [] if commit is None else self._changes(joined.versions, commit)
+        changes = [] if commit is None else self.contents.changes(joined.versions, commit)
         return {
             **row,
             **_details(replace(placed.call, record=record)),
@@ -330,7 +314,7 @@ class Views:
 
     def tree(self, run_id: str) -> Json:
         joined = self.joined(run_id)
-        found = self.paths_at(World(joined.versions, joined.base))
+        found = self.contents.paths_at(World(joined.versions, joined.base))
         paths = sorted(to_wire("/".join(parts)) for parts in found)
         return {
             "serial": joined.base,
@@ -343,7 +327,7 @@ class Views:
         joined = self.joined(run_id)
         if serial > joined.versions.last:
             raise NotFound(f"there is no commit {serial}")
-        entry, read = self.content_at(World(joined.versions, serial), parts)
+        entry, read = self.contents.at(World(joined.versions, serial), parts)
         text, note = text_of(entry, read)
         size = 0 if entry is None else entry.size
         exists = entry is not None
@@ -356,7 +340,7 @@ class Views:
         versions = joined.versions
         chain = chain_of(versions, parts, joined.base, joined.top)
         first = chain[0][2] if chain else parts
-        entry, read = self.content_at(World(versions, joined.base), first)
+        entry, read = self.contents.at(World(versions, joined.base), first)
         base, note = text_of(entry, read)
         names = self._names(joined, [commit for commit, _, _ in chain])
         steps = VersionSteps(versions, base, None if entry is None else entry.digest)
@@ -379,7 +363,7 @@ class Views:
                 raise NotFound(_note(joined) or f"the files at {name} are not known")
             world = World(joined.versions, serial)
             sides.append((world, joined.records, outermost(placed.call).number, is_before))
-        files = list(self._differing(sides[0][0], sides[1][0]))
+        files = list(self.contents.differing(sides[0][0], sides[1][0]))
         return {
             "files": files[:_MAX_COMPARED],
             "slices": _differing_slices(sides[0][1:], sides[1][1:]),
@@ -412,36 +396,6 @@ class Views:
             if calls is None or not calls.is_current(records, histories):
                 calls = known.calls = RunCalls(records, branch, histories, calls)
             return calls
-
-    def content_at(self, world: World, parts: Parts) -> Content:
-        """Return what is at a path, and a function that reads it, which may raise OSError."""
-        versions, serial = world
-        touching = versions.touching(parts)
-        place = bisect_right(touching, serial, key=lambda each: each[0].call.serial)
-        if place:
-            commit, step = touching[place - 1]
-            if step.parts == parts:
-                return step.after, lambda: versions.after(commit, step)
-            return None, no_content
-        if touching:
-            commit, step = touching[0]
-            if step.found_at == parts:
-                return step.before, lambda: versions.before(commit, step)
-            return None, no_content  # it came from elsewhere
-        if isinstance(versions, BranchVersions):
-            return self.content_at(World(self._history("")[0], versions.info.base), parts)
-        return self._now(parts)
-
-    def paths_at(self, world: World) -> set[Parts]:
-        """Return the files of a world; ignored ones only if a commit changed them."""
-        versions, serial = world
-        if not isinstance(versions, BranchVersions):
-            return versions.paths_at(serial, self._walk())
-        paths = self._history("")[0].paths_at(versions.info.base, self._walk())
-        for commit in versions.commits[:serial]:
-            paths.difference_update(each.found_at for each in commit.steps if each.was)
-            paths.update(each.parts for each in commit.steps if each.left)
-        return paths
 
     def warm(self, run_id: str = "") -> None:
         """Read the history and all runs, this one or the newest first: a later look is fast."""
@@ -486,33 +440,6 @@ class Views:
             known.commits.extend(each.call for each in added)
             known.count += len(added)
             return History(versions, known.commits)
-
-    def _now(self, parts: Parts) -> Content:
-        try:
-            node = self._present.node(parts)
-            if node is not None and node.kind == "link":
-                node = node._replace(target=self._present.link_target(parts))
-        except OSError:
-            return None, no_content
-        if node is None or node.is_directory:
-            return None, no_content
-        return node, lambda: self._present.read(parts)
-
-    def _walk(self) -> Iterable[Parts]:
-        """Yield the files that are there now, without ignored ones."""
-        ignored = self._ignored = IgnoredFiles(self.path)
-        pending: list[Parts] = [()]
-        while pending:
-            above = pending.pop()
-            with contextlib.suppress(OSError):
-                for name, kind in self._present.kinds(above):
-                    parts = (*above, name)
-                    if name == ".git" or name.startswith(TEMPORARY) or ignored("/".join(parts)):
-                        continue
-                    if kind == "directory":
-                        pending.append(parts)
-                    else:
-                        yield parts
 
     def _commits(self, joined: RunCalls, after: int) -> list[Json]:
         since = joined.versions.since(after)
@@ -560,50 +487,6 @@ class Views:
                 if records.run.data.began <= max(times):
                     found |= {each.call_id: each.name for each in records.run.calls()}
         return found
-
-    # Differences
-
-    def _changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:
-        ignored, effort, left = self._ignored, Effort(raw=False), MAX_PATCHES
-        found: list[Json] = []
-        for step in commit.steps:
-            path, origin = "/".join(step.parts), "/".join(step.origin or ())
-            if left <= 0 or ignored(path):
-                note = "ignored by git" if left > 0 else "too much has changed to show it all"
-                diff = FileChange(path=path, origin=origin, note=note)
-            else:
-                old = step.before, bytes_of(versions.before, commit, step)
-                new = step.after, bytes_of(versions.after, commit, step)
-                diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
-            found.append(change_json(diff, kind_of(step)))
-            left -= len(found[-1]["patch"])
-        return found
-
-    def _differing(self, a: World, b: World) -> Iterable[tuple[str, str]]:
-        for parts in sorted(self._candidates(a, b)):
-            one, two = self.content_at(a, parts), self.content_at(b, parts)
-            kind = difference(one, two)
-            if kind:
-                yield wire_path(parts), kind
-
-    def _candidates(self, a: World, b: World) -> set[Parts]:
-        """Return the paths that commits changed between two worlds."""
-        found: set[Parts] = set()
-        serials: list[int] = []
-        if a.versions is b.versions:
-            serials = sorted((a.serial, b.serial))
-            commits = [e for e in a.versions.since(serials[0]) if e.call.serial <= serials[1]]
-            return {parts for each in commits for step in each.steps for parts in step.paths}
-        for versions, serial in (a, b):
-            if isinstance(versions, BranchVersions):
-                own = versions.commits[:serial]
-                found |= {parts for each in own for step in each.steps for parts in step.paths}
-                serials.append(versions.info.base)
-            else:
-                serials.append(serial)
-        between = self._history("")[0].since(min(serials))
-        commits = [each for each in between if each.call.serial <= max(serials)]
-        return found | {parts for each in commits for step in each.steps for parts in step.paths}
 
 
 def _branches(workspace: Path) -> dict[str, BranchInfo]:
