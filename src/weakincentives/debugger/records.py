@@ -32,7 +32,7 @@ from weakincentives.text import summary_of
 
 _RECORDS, _MESSAGES, _PROMPTS = map(type_name, (ToolInvoked, Message, PromptRendered))
 _COMPACTIONS, _ENDS = type_name(ContextCompacted), type_name(PromptExecuted)
-SHOWN_ELSEWHERE = frozenset({_RECORDS, _MESSAGES, _PROMPTS, type_name(CompletedTools)})
+_SHOWN_ELSEWHERE = frozenset({_RECORDS, _MESSAGES, _PROMPTS, type_name(CompletedTools)})
 """Slices that the timeline shows: calls, turns, prompts, and which tools have succeeded."""
 
 _TEXT, _USER, _ERROR, _SUMMARY = 400, 400, 200, 80
@@ -277,7 +277,7 @@ class RunRecords:
         for kind, slices in (("state", state), ("log", log)):
             for spelled, (kept, items) in slices.items():
                 key = names[spelled]
-                if key not in SHOWN_ELSEWHERE:
+                if key not in _SHOWN_ELSEWHERE:
                     step = SliceStep(
                         len(self.notes), kept, len(items), place, spelled, kind, not fills
                     )

@@ -31,7 +31,6 @@ from weakincentives.debugger.contents import (
     wire_path,
 )
 from weakincentives.debugger.records import (
-    SHOWN_ELSEWHERE,
     UNKNOWN,
     History,
     Json,
@@ -237,7 +236,7 @@ class Views:
     def _timeline(self, joined: RunCalls, after: int = 0) -> Json:
         records, run = joined.records, joined.records.run
         known = joined.until(after)
-        sent = joined.placed[known - 1].highest if known else joined.base
+        sent = max(joined.base, joined.placed[known - 1].highest if known else 0)
         price, least = _price(run), max(run.inherited, after)
         first = bisect_left(records.turns, True, key=lambda turn: _is_shown(turn, least))
         return {
@@ -254,7 +253,6 @@ class Views:
                     "versions": len(each.steps),
                 }
                 for each in records.slices.values()
-                if each.key not in SHOWN_ELSEWHERE
             ],
             "note": _note(joined),
         }
@@ -706,8 +704,6 @@ def _differing_slices(
 ) -> list[Json]:
     found: list[Json] = []
     for key in {**one[0].slices, **two[0].slices}:
-        if key in SHOWN_ELSEWHERE:
-            continue
         values: list[list[Any]] = []
         name = ""
         for records, number, before in (one, two):
