@@ -51,6 +51,7 @@ async def serve_app(
     config = uvicorn.Config(
         app,
         http=partial(_Connection, patience=patience),  # pyright: ignore[reportArgumentType]
+        interface="asgi3",
         log_config=None,
         access_log=False,
         ws="none",

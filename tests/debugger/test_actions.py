@@ -19,7 +19,7 @@ import pytest
 from weakincentives.cli.entry import main
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.debugger import Views, actions
-from weakincentives.debugger.placed import NotFound
+from weakincentives.debugger.records import NotFound
 from weakincentives.debugger.server import Actions, Debugger
 from weakincentives.durable.runs import Runs
 from weakincentives.errors import AnswerRefused, UndoRefused, WinkError

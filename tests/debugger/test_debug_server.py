@@ -15,8 +15,7 @@ import pytest
 from run_world import Work, opened
 
 from weakincentives.debugger import Views
-from weakincentives.debugger.live import Watch
-from weakincentives.debugger.server import Actions, Debugger
+from weakincentives.debugger.server import Actions, Debugger, Watch
 from weakincentives.errors import WinkError
 from weakincentives.serving import listen, serve_app
 

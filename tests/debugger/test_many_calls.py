@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from page import Page, blame, lines_of, text_at, texts_of
 
 from weakincentives.debugger import Views
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.runtime import ToolRegistry
+from weakincentives.runtime import SavedSession, ToolRegistry
 from weakincentives.runtime.calls import Calls, begin_run
 
 
@@ -39,6 +40,35 @@ def test_a_long_run_is_complete(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_a_run_of_ten_thousand_calls_is_complete(tmp_path: Path) -> None:
     check(tmp_path / "project", calls=10_000, files=5_000, looked_at=20)
+
+
+def test_a_look_at_a_live_run_costs_what_is_new(tmp_path: Path) -> None:
+    """After one more call, the page asks for it: however many calls there were before."""
+    short, long = (calls_of_a_look(tmp_path / str(calls), calls) for calls in (40, 400))
+
+    assert long < 2 * short
+
+
+def calls_of_a_look(workspace: Path, calls: int) -> int:
+    """Return how many functions are called to show one new call."""
+    run = make_run(workspace, calls=calls, files=20)
+    page, made = Page(Views(workspace), run.id), 0
+    page()
+    with SavedSession.open(run.path) as saved:
+        tools = ToolRegistry([edit], workspace=workspace, session=saved.session)
+        assert tools.execute("edit", {"path": "src/p0/m0.py", "line": 1, "text": "new"}).success
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(count)
+        try:
+            news = page(after=calls)
+        finally:
+            sys.setprofile(None)
+    assert [row["n"] for row in news["calls"]] == [calls + 1]
+    return made
 
 
 def test_planted_bugs_are_blamed_on_the_call_that_wrote_them(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from run_world import texts_of as texts_of_files
 
 import weakincentives as wink
 from weakincentives.debugger import Views
-from weakincentives.debugger.placed import NotFound
+from weakincentives.debugger.records import NotFound
 from weakincentives.filesystem import Branch, HostFilesystem
 from weakincentives.filesystem.branches import drop_branch
 from weakincentives.runtime import SavedSession, ToolRegistry

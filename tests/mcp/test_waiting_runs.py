@@ -10,7 +10,7 @@ from test_elicitation import ERAS, Mode, User, said, use
 
 from weakincentives.durable.runs import Runs
 from weakincentives.mcp import McpServer
-from weakincentives.mcp.approvals import approvals_section
+from weakincentives.mcp.elicitation import approvals_section
 from weakincentives.prompt.approval import ApprovalRequest
 from weakincentives.runtime.stores.database import Database
 

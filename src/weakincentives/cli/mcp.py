@@ -131,7 +131,7 @@ def _approvals(database: str | None) -> Generator[Sequence[Section[Any]]]:
     if database is None:  # only where it is wanted: it is one more tool for every model
         yield ()
         return
-    from weakincentives.mcp.approvals import approvals_section
+    from weakincentives.mcp.elicitation import approvals_section
 
     with open_runs(database) as runs:
         yield (approvals_section(runs),)

@@ -5,22 +5,21 @@ Each action gets the workspace, the id of a run or of an approval, and the JSON 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.suite import load_types
-from weakincentives.debugger.contents import capped, to_wire
-from weakincentives.debugger.placed import NotFound
-from weakincentives.debugger.records import Json
+from weakincentives.debugger.contents import change_json, change_kind
+from weakincentives.debugger.records import Json, NotFound
 from weakincentives.durable.runs import Runs, WaitingApproval
-from weakincentives.errors import DatabaseUnavailable, WinkError
+from weakincentives.errors import DatabaseUnavailable, ParseError, WinkError
 from weakincentives.filesystem import FileChange
 from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.ignored import IgnoredFiles
@@ -40,6 +39,7 @@ from weakincentives.runtime.undo import (
     preview_undo,
     undoes_rewind,
 )
+from weakincentives.serde import parse
 from weakincentives.text import harmless
 
 T = TypeVar("T")
@@ -47,11 +47,57 @@ T = TypeVar("T")
 _STARTS_WITHIN = 60.0
 """Seconds for a run to start."""
 _POLL = 0.05
-_PARTS = ("all", "files", "conversation")
 
 
 class Refused(WinkError):
     """An action is not possible now; the message says why, and what to do."""
+
+
+# The bodies of requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Undo:
+    call: int | None = None
+    """None for all calls of the run."""
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewind:
+    call: int
+    before: bool = False
+    parts: Parts = "all"
+    force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fork:
+    call: int
+    before: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun(Change):
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    approved: bool
+    digest: str
+    reason: str = ""
+    arguments: dict[str, Any] | None = None
+
+
+def _parsed(kind: type[T], body: Json) -> T:
+    try:
+        return parse(kind, {"dry_run" if key == "dryRun" else key: body[key] for key in body})
+    except ParseError as error:  # the request is wrong; it is not refused for now
+        raise ValueError(f"the body is not as expected: {'; '.join(error.problems)}") from error
 
 
 # Going back
@@ -59,63 +105,41 @@ class Refused(WinkError):
 
 def undo(workspace: Path, run_id: str, body: Json) -> Json:
     """Undo what a run, or one of its calls, has changed in files."""
-    number = _field(body, "call", int)
-    force, dry_run = _flag(body, "force"), _flag(body, "dryRun")
+    asked = _parsed(_Undo, body)
     calls, run = _calls(workspace, run_id)
-    chosen = calls_to_undo(calls, run) if number is None else [_call(calls, run, number)]
+    chosen = calls_to_undo(calls, run) if asked.call is None else [_call(calls, run, asked.call)]
     with _refusing():
-        if number is not None and undoes_rewind(calls, chosen[0]):
-            done = _rewind(calls, run, chosen[0], before=True, force=force, dry_run=dry_run)
-            return {"undone": [chosen[0].name], **done}
+        if asked.call is not None and undoes_rewind(calls, chosen[0]):
+            back = _Rewind(call=asked.call, before=True, force=asked.force, dry_run=asked.dry_run)
+            return {"undone": [chosen[0].name], **_rewound(calls, run, chosen[0], back)}
         left = [each for each in chosen if each.committed and not each.is_undone]
         if not left:
             raise Refused("nothing to undo: it changed no files, or it is already undone")
         names = [each.name for each in left]
-        if dry_run:
-            shown = preview_undo(calls, left, force=force, detail=_shown(workspace))
-            return {"undone": names, "notes": [], "changes": _diffs(shown)}
+        if asked.dry_run:
+            shown = preview_undo(calls, left, force=asked.force, detail=_detail(workspace))
+            return {"undone": names, "notes": [], "changes": _changes(shown)}
         with open_files(workspace, left[-1].branch) as files:
-            notes = files.undo(*(each.call_id for each in left), force=force)
+            notes = files.undo(*(each.call_id for each in left), force=asked.force)
             return {"undone": names, "notes": [*files.recovered, *notes]}
 
 
 def rewind(workspace: Path, run_id: str, body: Json) -> Json:
     """Take files, session and conversation of a run back to a call."""
+    asked = _parsed(_Rewind, body)
     calls, run = _calls(workspace, run_id)
-    call = _call(calls, run, _required(body, "call", int))
-    parts = _field(body, "parts", str) or "all"
-    if parts not in _PARTS:
-        raise ValueError(f"parts: expected one of {', '.join(_PARTS)}, got {parts!r}")
-    return _rewind(
-        calls,
-        run,
-        call,
-        before=_flag(body, "before"),
-        parts=parts,
-        force=_flag(body, "force"),
-        dry_run=_flag(body, "dryRun"),
-    )
+    return _rewound(calls, run, _call(calls, run, asked.call), asked)
 
 
-def _rewind(
-    calls: Calls,
-    run: Run,
-    call: Call,
-    *,
-    before: bool,
-    force: bool,
-    dry_run: bool,
-    parts: Parts = "all",
-) -> Json:
-    where: dict[str, Any] = {"before": before, "parts": parts, "force": force}
+def _rewound(calls: Calls, run: Run, call: Call, asked: _Rewind) -> Json:
+    where: dict[str, Any] = {"before": asked.before, "parts": asked.parts, "force": asked.force}
     with _refusing():
-        if dry_run:
-            detail = _shown(calls.workspace)
-            found = preview_rewind(calls, call, run, detail=detail, **where)
+        if asked.dry_run:
+            found = preview_rewind(calls, call, run, detail=_detail(calls.workspace), **where)
             staying = [
                 f"{path} was changed outside wink since, and stays" for path in found.staying
             ]
-            return {"number": None, "notes": staying, "changes": _diffs(found.changes)}
+            return {"number": None, "notes": staying, "changes": _changes(found.changes)}
         load_types()
         branch = run.branch if run.branch in calls.branches else ""
         with open_files(calls.workspace, branch) as files, SavedSession.open(run.path) as saved:
@@ -123,31 +147,33 @@ def _rewind(
             return {"number": done.number, "notes": [*files.recovered, *done.notes]}
 
 
+def _detail(workspace: Path) -> Detail:
+    ignored = IgnoredFiles(workspace)
+    return lambda path: not ignored(path)
+
+
+def _changes(changes: Sequence[FileChange]) -> list[Json]:
+    return [change_json(each, change_kind(each)) for each in changes]
+
+
 # Another way to go on
 
 
 def fork(workspace: Path, run_id: str, body: Json) -> Json:
     """Make a branch with the files, session and conversation at a call."""
-    name, before = _field(body, "name", str) or "", _flag(body, "before")
+    asked = _parsed(_Fork, body)
     calls, run = _calls(workspace, run_id)
-    call = _call(calls, run, _required(body, "call", int))
+    call = _call(calls, run, asked.call)
     with _refusing():
-        return _forked(fork_call(calls, call, name=name, before=before))
+        return _forked(fork_call(calls, call, name=asked.name, before=asked.before))
 
 
 def rerun(workspace: Path, run_id: str, body: Json) -> Json:
     """Make a call again, changed, and continue from there on a branch, in another process."""
+    change = _parsed(_Rerun, body)
     calls, run = _calls(workspace, run_id)
-    call = _call(calls, run, _required(body, "call", int))
-    change = Change(
-        arguments=_object(body, "arguments"),
-        sections=_texts(body, "sections"),
-        policies=_list(body, "policies"),
-        model=_field(body, "model", str) or "",
-        message=_field(body, "message", str) or "",
-    )
     with _refusing():
-        made = rerun_call(calls, call, change)
+        made = rerun_call(calls, _call(calls, run, change.call), change)
     try:
         _start(made, change)
     except BaseException:
@@ -239,23 +265,18 @@ def _asked(run: str, pending: PendingApproval | WaitingApproval) -> Json:
 
 def approve(workspace: Path, request_id: str, body: Json, *, runs: Runs | None = None) -> Json:
     """Answer a request of a run in progress, or of one that waits in a database."""
-    approved, digest = _required(body, "approved", bool), _required(body, "digest", str)
-    reason, arguments = _field(body, "reason", str) or "", _object(body, "arguments")
+    answer = asdict(_parsed(_Answer, body))
     for pending in pending_approvals(workspace):
         if pending.id == request_id:
-            answer_approval(
-                pending, approved=approved, digest=digest, reason=reason, arguments=arguments
-            )
+            answer_approval(pending, **answer)
             return {}
     if runs is not None:
-        runs.answer(
-            request_id, approved=approved, digest=digest, reason=reason, arguments=arguments
-        )
+        runs.answer(request_id, **answer)
         return {}
     raise Refused("the run no longer waits for this answer")
 
 
-# Requests
+# Finding and refusing
 
 
 def _calls(workspace: Path, run_id: str) -> tuple[Calls, Run]:
@@ -282,70 +303,3 @@ def _refusing() -> Generator[None]:
         raise
     except (LookupError, ValueError, NotImplementedError) as error:
         raise Refused(str(error.args[0] if error.args else error)) from error
-
-
-def _field(body: Json, name: str, kind: type[T]) -> T | None:
-    value: object = body.get(name)
-    if value is None:
-        return None
-    # For Python, True is a number.
-    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        raise ValueError(f"{name}: expected {kind.__name__}, got {json.dumps(value)[:80]}")
-    return value
-
-
-def _required(body: Json, name: str, kind: type[T]) -> T:
-    value = _field(body, name, kind)
-    if value is None:
-        raise ValueError(f"{name} is missing")
-    return value
-
-
-def _flag(body: Json, name: str) -> bool:
-    return bool(_field(body, name, bool))
-
-
-def _object(body: Json, name: str) -> Json | None:
-    return cast("Json | None", _field(body, name, dict))
-
-
-def _texts(body: Json, name: str) -> Mapping[str, str]:
-    given = _object(body, name) or {}
-    return {each: _required(given, each, str) for each in given}
-
-
-def _list(body: Json, name: str) -> Sequence[str]:
-    given = cast("list[object] | None", _field(body, name, list)) or []
-    return [_required({name: each}, name, str) for each in given]
-
-
-# Changes
-
-
-def _shown(workspace: Path) -> Detail:
-    ignored = IgnoredFiles(workspace)
-
-    def is_shown(path: str) -> bool:
-        return not ignored(path)
-
-    return is_shown
-
-
-def _diffs(changes: Sequence[FileChange]) -> list[Json]:
-    return [_diff(each) for each in changes]
-
-
-def _diff(change: FileChange) -> Json:
-    patch, note = ("", change.note) if change.is_binary else capped(change.text, change.note)
-    head = change.text.split("\n@@", 1)[0]
-    gone, new = "\ndeleted file mode" in head, "\nnew file mode" in head
-    return {
-        "path": to_wire(change.path),
-        "origin": to_wire(change.origin or ""),
-        "kind": "deleted" if gone else "added" if new else "changed",
-        "added": change.added,
-        "removed": change.removed,
-        "binary": change.is_binary,
-        "note": note,
-        "patch": patch,
-    }

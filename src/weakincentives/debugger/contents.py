@@ -1,24 +1,39 @@
-"""The contents of files as the page has them: names, texts, patches, and versions as edits."""
+"""The files of a workspace as the page has them: names, texts, patches, and versions as edits."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from weakincentives.debugger.records import Json
 from weakincentives.errors import WinkError
-from weakincentives.filesystem.diffs import Effort, line_edits, lines_of
+from weakincentives.filesystem.diffs import (
+    Effort,
+    FileChange,
+    change_between,
+    line_edits,
+    lines_of,
+)
 from weakincentives.filesystem.entry import Entry
+from weakincentives.filesystem.ignored import IgnoredFiles
+from weakincentives.filesystem.layers import Disk, Look
 from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.reserved import Reserved
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import checked_parts
-from weakincentives.filesystem.versions import CommitSteps, FileStep, Versions
+from weakincentives.filesystem.tree import Tree
+from weakincentives.filesystem.versions import BranchVersions, CommitSteps, FileStep, Versions
 from weakincentives.text import size_of
 
 MAX_TEXT = 2 << 20
 """Bytes; the text of a larger file is not shown."""
+MAX_PATCHES = 1 << 20
+"""Characters of the patches of one call."""
 MAX_PATCH = 64 << 10
 """Characters of the patch of one file."""
 _OUTSIDE = "outside wink"
@@ -84,7 +99,7 @@ def wire_path(parts: Parts) -> str:
 # Files
 
 
-def no_content() -> bytes:
+def _no_content() -> bytes:
     raise FileNotFoundError("there is no file")
 
 
@@ -117,29 +132,43 @@ def _decoded(data: bytes) -> tuple[str | None, str]:
     return None, f"binary, {size_of(len(data))}"
 
 
-def bytes_of(
-    read: Callable[[CommitSteps, FileStep], bytes],
-    commit: CommitSteps,
-    step: FileStep,
-    entry: Entry | None,
+def _bytes_of(
+    read: Callable[[CommitSteps, FileStep], bytes], commit: CommitSteps, step: FileStep
 ) -> bytes | None:
-    if entry is None:
-        return None
     try:
         return read(commit, step)
-    except (OSError, LookupError, WinkError):
+    except (OSError, LookupError, WinkError):  # unknown, or there was no file
         return None
 
 
-def capped(patch: str, note: str) -> tuple[str, str]:
-    if len(patch) <= MAX_PATCH:
-        return patch, note
-    cut = patch[:MAX_PATCH].rpartition("\n")
-    more = f"only the first {cut[0].count(chr(10)) + 1} lines of the diff are shown"
-    return cut[0] + cut[1], f"{note}; {more}" if note else more
+def change_kind(change: FileChange) -> str:
+    """Return whether a file was added, changed or deleted; a moved file is added."""
+    head = change.text.split("\n@@", 1)[0]
+    if "\ndeleted file mode" in head:
+        return "deleted"
+    return "added" if change.origin or "\nnew file mode" in head else "changed"
 
 
-def difference(one: Content, two: Content) -> str:
+def change_json(change: FileChange, kind: str) -> Json:
+    """Return the change of one file as the page has it; a long patch is cut."""
+    patch, note = "" if change.is_binary else change.text, change.note
+    if len(patch) > MAX_PATCH:
+        patch = patch[: patch.rindex("\n", 0, MAX_PATCH) + 1]
+        more = f"only the first {patch.count(chr(10))} lines of the diff are shown"
+        note = f"{note}; {more}" if note else more
+    return {
+        "path": to_wire(change.path),
+        "origin": to_wire(change.origin),
+        "kind": kind,
+        "added": change.added,
+        "removed": change.removed,
+        "binary": change.is_binary,
+        "note": note,
+        "patch": patch,
+    }
+
+
+def _difference(one: Content, two: Content) -> str:
     if one[0] is None or two[0] is None:
         return "" if one[0] is two[0] else "only b" if one[0] is None else "only a"
     a, b = one[0], two[0]
@@ -182,7 +211,6 @@ class VersionSteps:
         self._versions = versions
         self._text = base
         self._digest = digest
-        self._exists = base is not None
 
     def add(
         self, commit: CommitSteps, step: FileStep, here: Parts, call: int | None, name: str
@@ -205,7 +233,7 @@ class VersionSteps:
         self._put(about, after, note, effort)
 
     def _follows(self, here: Parts) -> bool:
-        """Tell whether the versions so far are those of what is moved here now."""
+        """Whether the versions so far belong to the file that this step moves here."""
         return not self.found or self.found[-1]["path"] != wire_path(here)
 
     def _is_known(self, before: str | None, note: str) -> bool:
@@ -220,3 +248,112 @@ class VersionSteps:
         if text is None:
             self._digest = None
         self.found.append(about | {"edits": edits, "note": note})
+
+
+class Contents:
+    """The files of a workspace after any commit of its histories.
+
+    Args:
+        main: Returns the history of the directory.
+    """
+
+    def __init__(self, workspace: Path, store: Path, main: Callable[[], Versions]) -> None:
+        self._workspace = workspace
+        self._main = main
+        reserved = Reserved(workspace, store=store)
+        self._present: Look = reserved.without_hidden(Disk(Tree(workspace)))
+        self._ignored = IgnoredFiles(workspace)
+
+    def at(self, world: World, parts: Parts) -> Content:
+        """Return what is at a path, and a function that reads it, which may raise OSError."""
+        versions, serial = world
+        touching = versions.touching(parts)
+        place = bisect_right(touching, serial, key=lambda each: each[0].call.serial)
+        if place:
+            commit, step = touching[place - 1]
+            if step.parts == parts:
+                return step.after, lambda: versions.after(commit, step)
+            return None, _no_content
+        if touching:
+            commit, step = touching[0]
+            if step.found_at == parts:
+                return step.before, lambda: versions.before(commit, step)
+            return None, _no_content  # it came from elsewhere
+        if isinstance(versions, BranchVersions):
+            return self.at(World(self._main(), versions.info.base), parts)
+        return self._now(parts)
+
+    def paths_at(self, world: World) -> set[Parts]:
+        """Return the files of a world; ignored ones only if a commit changed them."""
+        versions, serial = world
+        if not isinstance(versions, BranchVersions):
+            return versions.paths_at(serial, self._walk())
+        paths = self._main().paths_at(versions.info.base, self._walk())
+        for commit in versions.commits[:serial]:
+            paths.difference_update(each.found_at for each in commit.steps if each.was)
+            paths.update(each.parts for each in commit.steps if each.left)
+        return paths
+
+    def changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:
+        """Return what a commit changed, with patches."""
+        ignored, effort, left = self._ignored, Effort(raw=False), MAX_PATCHES
+        found: list[Json] = []
+        for step in commit.steps:
+            path, origin = "/".join(step.parts), "/".join(step.origin or ())
+            if left <= 0 or ignored(path):
+                note = "ignored by git" if left > 0 else "too much has changed to show it all"
+                diff = FileChange(path=path, origin=origin, note=note)
+            else:
+                old = step.before, _bytes_of(versions.before, commit, step)
+                new = step.after, _bytes_of(versions.after, commit, step)
+                diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
+            found.append(change_json(diff, kind_of(step)))
+            left -= len(found[-1]["patch"])
+        return found
+
+    def differing(self, a: World, b: World) -> Iterable[tuple[str, str]]:
+        """Yield the paths that differ between two worlds, and how."""
+        for parts in sorted(self._candidates(a, b)):
+            if kind := _difference(self.at(a, parts), self.at(b, parts)):
+                yield wire_path(parts), kind
+
+    def _candidates(self, a: World, b: World) -> set[Parts]:
+        """Return the paths that commits changed between two worlds."""
+        commits: list[CommitSteps] = []
+        versions, serials = a.versions, [a.serial, b.serial]
+        if a.versions is not b.versions:
+            versions = self._main()
+            for place, each in enumerate((a, b)):
+                if isinstance(each.versions, BranchVersions):
+                    commits += each.versions.commits[: each.serial]
+                    serials[place] = each.versions.info.base
+        between = versions.since(min(serials))
+        commits += [each for each in between if each.call.serial <= max(serials)]
+        return {parts for each in commits for step in each.steps for parts in step.paths}
+
+    def _now(self, parts: Parts) -> Content:
+        try:
+            node = self._present.node(parts)
+            if node is not None and node.kind == "link":
+                node = node._replace(target=self._present.link_target(parts))
+        except OSError:
+            return None, _no_content
+        if node is None or node.is_directory:
+            return None, _no_content
+        return node, lambda: self._present.read(parts)
+
+    def _walk(self) -> Iterable[Parts]:
+        """Yield the files that are there now, without ignored ones."""
+        ignored = self._ignored = IgnoredFiles(self._workspace)
+        pending: list[Parts] = [()]
+        while pending:
+            above = pending.pop()
+            with contextlib.suppress(OSError):
+                for name, kind in self._present.kinds(above):
+                    parts = (*above, name)
+                    if name == ".git" or name.startswith(TEMPORARY) or ignored("/".join(parts)):
+                        continue
+                    if kind == "directory":
+                        pending.append(parts)
+                    else:
+                        yield parts

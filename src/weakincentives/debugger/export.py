@@ -15,7 +15,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -131,47 +131,6 @@ class _Item(NamedTuple):
     """Bytes of its JSON."""
     place: int
     length: int
-
-
-class _Spool:
-    """The values of an export, in a temporary file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.items: list[_Item] = []
-
-    def add(self, rank: _Rank, key: str, value: object) -> int:
-        """Write a value; returns the size of its JSON."""
-        data = _json(value)
-        packed = zlib.compress(data, 1)
-        place = self._file.seek(0, os.SEEK_END)
-        self._file.write(packed)
-        self.items.append(_Item(key, rank, len(data), place, len(packed)))
-        return len(data)
-
-    def read(self, item: _Item) -> bytes:
-        self._file.seek(item.place)
-        return zlib.decompress(self._file.read(item.length))
-
-    def blocks(self, left_out: Collection[str]) -> Iterator[tuple[list[str], str]]:
-        """Yield the keys in each block, and the block as base64."""
-        keys, texts, size = list[str](), list[bytes](), 0
-        rank = _Rank.NEEDED
-        for item in self.items:
-            text = self.read(item)
-            if item.key in left_out:
-                if item.rank is _Rank.UNCHANGED:
-                    continue
-                text = _json(_STUBS[item.rank](json.loads(text)))
-            if keys and (size + len(text) > _BLOCK or item.rank is not rank):
-                yield keys, _packed(texts)
-                keys, texts, size = [], [], 0
-            rank = item.rank
-            keys.append(item.key)
-            texts.append(_json(item.key) + b":" + text)
-            size += len(text)
-        if keys:
-            yield keys, _packed(texts)
 
 
 def _json(value: object) -> bytes:
@@ -334,10 +293,9 @@ def export_run(
         SnapshotError: The run cannot be read.
     """
     target, page = Path(target), Page.of(static)
-    _check(target, force)
     views = Views(Path(workspace), writable=False)
-    with tempfile.TemporaryFile() as file, _new_file(target) as out:
-        data = _Data(_Spool(file), max_size)
+    with tempfile.TemporaryFile() as file, _appearing(target, force) as out:
+        data = _Data(file, max_size)
         data.collect(views, run.id, changed_only=changed_only)
         for size in data.written(out, page, run.id):
             if size <= max_size:
@@ -347,9 +305,7 @@ def export_run(
                 f"not even a list of the calls of {run.id} fits into {size_of(max_size)}; "
                 "use a larger --max-size"
             )
-        out.flush()
-        _put(out.name, target, force)
-    left = Counter(item.rank for item in data.spool.items if item.key not in data.left_out)
+    left = Counter(item.rank for item in data.items if item.key not in data.left_out)
     return Exported(
         path=target,
         size=size,
@@ -361,11 +317,13 @@ def export_run(
 
 
 class _Data:
-    """The values of a run, and what is left out of them."""
+    """The values of a run, in a temporary file, and which of them are left out."""
 
-    def __init__(self, spool: _Spool, max_size: int) -> None:
-        self.spool = spool
+    def __init__(self, file: IO[bytes], max_size: int) -> None:
+        self.items: list[_Item] = []
         self.left_out: set[str] = set()
+        """Their keys."""
+        self._file = file
         self._max_size = max_size
         self._cleaner = _Cleaner()
         self._notes: list[str] = []
@@ -401,10 +359,16 @@ class _Data:
             cut = counted(self._cleaner.cut, "text")
             self._notes.append(f"{cut} of more than {MAX_TEXT:,} characters: only their beginning")
 
-    def _add(self, rank: _Rank, key: str, value: object) -> None:
-        size = self.spool.add(rank, key, value)
-        if size > MAX_VALUE and rank in _STUBS:
+    def _add(self, rank: _Rank, key: str, value: object) -> int:
+        """Write a value to the temporary file; returns the size of its JSON."""
+        data = _json(value)
+        packed = zlib.compress(data, 1)
+        place = self._file.seek(0, os.SEEK_END)
+        self._file.write(packed)
+        self.items.append(_Item(key, rank, len(data), place, len(packed)))
+        if len(data) > MAX_VALUE and rank in _STUBS:
             self.left_out.add(key)
+        return len(data)
 
     def _add_unchanged(self, start: str, values: Iterable[Json]) -> None:
         room = _READ * self._max_size
@@ -413,7 +377,7 @@ class _Data:
             if text is not None and len(text) > MAX_VALUE:
                 value |= {"base": None, "note": _LEFT_OUT}
             key = f"{start}/versions?path={quote_key(value['path'])}"
-            room -= self.spool.add(_Rank.UNCHANGED, key, value)
+            room -= self._add(_Rank.UNCHANGED, key, value)
             if room < 0:
                 self._notes.append(f"unchanged files after {value['path']}")
                 return
@@ -421,7 +385,7 @@ class _Data:
     def written(self, out: IO[str], page: Page, run: str) -> Iterator[int]:
         """Write the page and yield its size; then again with less, until little is left."""
         order = sorted(
-            (each for each in self.spool.items if each.rank and each.key not in self.left_out),
+            (each for each in self.items if each.rank and each.key not in self.left_out),
             key=lambda each: (-each.rank, each.size, each.key),
         )  # what goes first is last
         while True:
@@ -442,16 +406,37 @@ class _Data:
         """Write the page; returns the size of the JSON in it."""
         index: dict[str, int] = {}
         out.write(f'{page.start}{{"version":1,"run":{_safe(run)},"blocks":[')
-        for n, (keys, block) in enumerate(self.spool.blocks(self.left_out)):
+        for n, (keys, block) in enumerate(self._blocks()):
             index |= dict.fromkeys(keys, n)
             out.write(f'{"," if n else ""}"{block}"')
         out.write(f'],"index":{_safe(index)},"note":{_safe(self.note)}}}{page.end}')
-        return sum(each.size for each in self.spool.items if each.key not in self.left_out)
+        return sum(each.size for each in self.items if each.key not in self.left_out)
+
+    def _blocks(self) -> Iterator[tuple[list[str], str]]:
+        """Yield the keys in each block, and the block as base64."""
+        keys, texts, size = list[str](), list[bytes](), 0
+        rank = _Rank.NEEDED
+        for item in self.items:
+            if item.rank is _Rank.UNCHANGED and item.key in self.left_out:
+                continue
+            self._file.seek(item.place)
+            text = zlib.decompress(self._file.read(item.length))
+            if item.key in self.left_out:
+                text = _json(_STUBS[item.rank](json.loads(text)))
+            if keys and (size + len(text) > _BLOCK or item.rank is not rank):
+                yield keys, _packed(texts)
+                keys, texts, size = [], [], 0
+            rank = item.rank
+            keys.append(item.key)
+            texts.append(_json(item.key) + b":" + text)
+            size += len(text)
+        if keys:
+            yield keys, _packed(texts)
 
     @property
     def note(self) -> str:
         """What is left out, in words; empty if nothing is."""
-        ranks = Counter(each.rank for each in self.spool.items if each.key in self.left_out)
+        ranks = Counter(each.rank for each in self.items if each.key in self.left_out)
         left_out = [counted(ranks[rank], *_NAMES[rank]) for rank in sorted(ranks)]
         return "; ".join([*left_out, *self._notes])
 
@@ -468,33 +453,29 @@ def quote_key(text: str) -> str:
 # The file
 
 
-def _check(target: Path, force: bool) -> None:
+@contextmanager
+def _appearing(target: Path, force: bool) -> Generator[IO[str]]:
+    """Yield a temporary file, which only its owner can read; it is the target after the block."""
     if target.is_dir():
         raise ExportRefused(f"{target} is a directory; name a file")
+    exists = f"{target} exists; name another file, or use --force"
     if os.path.lexists(target) and not force:
-        raise ExportRefused(f"{target} exists; name another file, or use --force")
-
-
-@contextmanager
-def _new_file(target: Path) -> Generator[IO[str]]:
-    """Give a temporary file beside the target, which only its owner can read."""
+        raise ExportRefused(exists)
     with tempfile.NamedTemporaryFile(
         "w", dir=target.parent, prefix=f".{target.name}.", encoding="utf-8", delete=False
     ) as out:
         try:
             yield out
+            out.flush()
+            try:
+                if not force:
+                    os.link(out.name, target)
+            except FileExistsError as error:  # since we looked
+                raise ExportRefused(exists) from error
+            except OSError:  # there are no hard links here
+                force = True
+            if force:
+                os.replace(out.name, target)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(out.name)
-
-
-def _put(made: str, target: Path, force: bool) -> None:
-    if force:
-        os.replace(made, target)
-        return
-    try:
-        os.link(made, target)  # fails if it exists by now
-    except FileExistsError as error:
-        raise ExportRefused(f"{target} exists; name another file, or use --force") from error
-    except OSError:  # there are no hard links here
-        os.replace(made, target)

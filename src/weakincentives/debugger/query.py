@@ -13,20 +13,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.debugger.contents import change_kind
 from weakincentives.errors import QueryError, SnapshotError
-from weakincentives.events import ToolInvoked
-from weakincentives.filesystem import FileChange
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Calls, Run
 from weakincentives.runtime.conversation import Message
+from weakincentives.runtime.index import MESSAGES, RECORDS
 from weakincentives.runtime.stores.saves import Saves
 from weakincentives.serde.exact import current_name, plain
-from weakincentives.session import type_name
 
 MAX_ROWS = 10_000
 MAX_SECONDS = 10.0
@@ -41,10 +39,7 @@ Value: TypeAlias = str | int | float | bytes | None
 Row: TypeAlias = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table."""
-
+class Column(NamedTuple):
     name: str
     type: str
     meaning: str
@@ -154,8 +149,7 @@ def query_run(
             names = ", ".join(f"{c.name} {'TEXT' if c.type == 'JSON' else c.type}" for c in columns)
             database.execute(f"CREATE TABLE {name} ({names})")
         read = _guarded(database)
-        statement = _Statement(database, sql, max_seconds)
-        statement.run(1)  # on empty tables: to learn what it reads
+        _run(database, sql, 1, max_seconds)  # on empty tables: to learn what it reads
         if _BY_NAME.search(sql):
             read |= {(name, c.name) for name in SCHEMA for c in SCHEMA[name]}
         tables = _Tables(workspace, run, read)
@@ -166,7 +160,7 @@ def query_run(
             into = f"INSERT INTO {name} ({', '.join(wanted)}) VALUES ({marks})"
             database.executemany(into, tables.rows(name, wanted))
         _guarded(database)
-        columns, rows = statement.run(max_rows + 1)
+        columns, rows = _run(database, sql, max_rows + 1, max_seconds)
     return Answer(columns=columns, rows=rows[:max_rows], is_cut=len(rows) > max_rows)
 
 
@@ -199,33 +193,28 @@ def _guarded(database: sqlite3.Connection) -> set[tuple[str, str]]:
     return read
 
 
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    database: sqlite3.Connection
-    sql: str
-    seconds: float
+def _run(
+    database: sqlite3.Connection, sql: str, most: int, seconds: float
+) -> tuple[tuple[str, ...], list[Row]]:
+    """Return the columns of a statement, and at most so many rows."""
+    until = SYSTEM_CLOCK.monotonic() + seconds
 
-    def run(self, most: int) -> tuple[tuple[str, ...], list[Row]]:
-        """Return columns and at most so many rows."""
-        until = SYSTEM_CLOCK.monotonic() + self.seconds
-        is_late = partial(_is_late, until)
-        self.database.set_progress_handler(is_late, _STEPS)
-        try:
-            cursor = self.database.execute(self.sql)
-            if cursor.description is None:
-                raise QueryError("the statement is empty; write a SELECT")
-            return tuple(each[0] for each in cursor.description), cursor.fetchmany(most)
-        except (sqlite3.Error, sqlite3.Warning, UnicodeError, ValueError) as error:
-            if is_late():
-                text = f"the statement takes more than {self.seconds:g} seconds; narrow it down"
-                raise QueryError(text) from error
-            raise QueryError(_in_words(str(error))) from error
-        finally:
-            self.database.set_progress_handler(None, 0)
+    def is_late() -> bool:
+        return SYSTEM_CLOCK.monotonic() > until
 
-
-def _is_late(until: float) -> bool:
-    return SYSTEM_CLOCK.monotonic() > until
+    database.set_progress_handler(is_late, _STEPS)
+    try:
+        cursor = database.execute(sql)
+        if cursor.description is None:
+            raise QueryError("the statement is empty; write a SELECT")
+        return tuple(each[0] for each in cursor.description), cursor.fetchmany(most)
+    except (sqlite3.Error, sqlite3.Warning, UnicodeError, ValueError) as error:
+        if is_late():
+            text = f"the statement takes more than {seconds:g} seconds; narrow it down"
+            raise QueryError(text) from error
+        raise QueryError(_in_words(str(error))) from error
+    finally:
+        database.set_progress_handler(None, 0)
 
 
 def _in_words(error: str) -> str:
@@ -275,14 +264,11 @@ class _Tables:
 
     def _call_rows(self, columns: Collection[str]) -> Iterator[Mapping[str, object]]:
         turns: dict[tuple[str, str], int] = {}
-        answers: dict[tuple[str, str], object] = {}
-        for run, events in self._all_events() if {"turn", "result"} & set(columns) else ():
+        for run, events in self._all_events() if "turn" in columns else ():
             for event in events:
-                fields = event.fields
-                if event.kind == _MESSAGE and fields.get("role") == "tool":
-                    answers[run.id, fields["call_id"]] = fields["text"]
-                elif event.is_turn:
-                    turns |= {(run.id, each["id"]): event.turn for each in fields["tool_calls"]}
+                if event.is_turn:
+                    asked = event.fields["tool_calls"]
+                    turns |= {(run.id, each["id"]): event.turn for each in asked}
         for call in self._found():
             run_id = "" if call.run is None else call.run.id
             row = {
@@ -296,7 +282,7 @@ class _Tables:
                 **_recorded(call),
             }
             if "result" in columns and call.record is not None:
-                row["result"] = answers.get((run_id, call.call_id)) or call.shown
+                row["result"] = call.shown
             yield row
 
     def _changes(self, _: Collection[str]) -> Iterator[Mapping[str, object]]:
@@ -306,7 +292,7 @@ class _Tables:
                     **_key(call),
                     "path": each.path,
                     "origin": each.origin or None,
-                    "kind": _kind(each),
+                    "kind": change_kind(each),
                     "added": each.added,
                     "removed": each.removed,
                     "binary": int(each.is_binary),
@@ -358,35 +344,18 @@ def _key(call: Call) -> dict[str, object]:
     return {"run": call.run.id, "n": call.number, "name": call.name}
 
 
-def _kind(change: FileChange) -> str:
-    if change.origin:
-        return "added"
-    start = change.text.split("\n", 2)[1:2]
-    if start and start[0].startswith(("new file", "deleted file")):
-        return "added" if start[0].startswith("new") else "deleted"
-    return "changed"
-
-
-def _recorded(call: Call) -> dict[str, object]:
+def _recorded(call: Call) -> dict[str, Any]:
     """Return what only the record of a call has."""
-    if call.record is None:
+    details = call.details
+    if not details:
         return {}
-    result = cast("dict[str, Any]", plain(dict(call.result)))
-    record = call.record
-    metadata: dict[str, Any] = result.get("metadata") or {}
-    failure: dict[str, Any] = result.get("failure") or {}
-    return {
+    failure: dict[str, Any] = details["failure"] or {}
+    return details | {
         "nested_in": None if call.outer is None else call.outer.number,
         "arguments": _json(call.arguments),
-        "duration": record["duration"],
-        "attempts": max(record["attempts"], metadata.get("attempts", 1)),
-        "output": _json(result.get("value")),
+        "output": _json(details["value"]),
         "code": failure.get("code"),
-        "denied_by": record["denied_by"] or None,
-        "notes": _json(plain(record["notes"])),
-        "conflicts": _json(plain(record["conflicts"])),
-        "rolled_back": _json(metadata.get("undone", [])),
-        "not_rolled_back": _json(metadata.get("not_undone", [])),
+        "denied_by": details["denied_by"] or None,
     }
 
 
@@ -398,18 +367,8 @@ class _Event:
     time: float
     after_call: int
     turn: int
+    is_turn: bool
     fields: Mapping[str, Any]
-
-    @property
-    def is_turn(self) -> bool:
-        return _is_turn(self.kind, self.fields)
-
-
-_MESSAGE, _MESSAGES, _RECORDS = Message.__name__, type_name(Message), type_name(ToolInvoked)
-
-
-def _is_turn(kind: str, fields: Mapping[str, Any]) -> bool:
-    return kind == _MESSAGE and fields.get("role") == "model" and not fields.get("depth")
 
 
 def _events_of(run: Run) -> Iterator[_Event]:
@@ -418,18 +377,26 @@ def _events_of(run: Run) -> Iterator[_Event]:
     for _, save in Saves(run.path).new():
         log = {current_name(name): values for name, (_, values) in save["log"].items()}
         # A message of the model is saved at once, with what came before it.
-        for name, values in sorted(log.items(), key=lambda each: each[0] == _MESSAGES):
-            if name == _RECORDS:
+        for name, values in sorted(log.items(), key=lambda each: each[0] == MESSAGES):
+            if name == RECORDS:
                 calls += len(values)
                 continue
-            kind = name.rpartition(":")[2]
-            if kind == _MESSAGE and name != _MESSAGES:
+            is_message, kind = name == MESSAGES, name.rpartition(":")[2]
+            if kind == Message.__name__ and not is_message:
                 kind = name  # of a user's own type
             for value in values:
                 data = plain(value)
                 fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {"value": data}
-                turn += _is_turn(kind, fields)
-                yield _Event(kind=kind, time=save["at"], after_call=calls, turn=turn, fields=fields)
+                is_turn = is_message and fields.get("role") == "model" and not fields.get("depth")
+                turn += is_turn
+                yield _Event(
+                    kind=kind,
+                    time=save["at"],
+                    after_call=calls,
+                    turn=turn,
+                    is_turn=is_turn,
+                    fields=fields,
+                )
 
 
 def _json(value: object) -> str:

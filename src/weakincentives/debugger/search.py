@@ -6,19 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Literal, TypeVar, cast, get_args
+from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.debugger.contents import World, text_of, wire_path
-from weakincentives.debugger.placed import RunCalls
-from weakincentives.debugger.records import Json
+from weakincentives.debugger.records import Json, RunCalls
 from weakincentives.debugger.views import Views
+from weakincentives.runtime.calls import plain_result
 from weakincentives.serde.exact import plain
 
 T = TypeVar("T")
 
-Where = Literal["text", "arguments", "results", "files"]
-_KINDS: tuple[Where, ...] = get_args(Where)
+_KINDS = ("text", "arguments", "results", "files")
 _MOST = 200
 """Hits."""
 _SECONDS = 3.0
@@ -37,18 +36,12 @@ def search(views: Views, run_id: str, text: str, kinds: Sequence[str] = ()) -> J
     for kind in kinds:
         if kind not in _KINDS:
             raise ValueError(f"in= takes {', '.join(_KINDS)}, got {kind!r}")
-    joined = views.joined(run_id)
-    found = _Search(views, joined, text)
-    ways = {
-        "text": found.texts,
-        "arguments": found.calls,
-        "results": found.calls,
-        "files": found.files,
-    }
+    found = _Search(views, views.joined(run_id), text)
+    ways = {"text": found.texts, "files": found.files}
     hits: list[Json] = []
-    wanted = [kind for kind in _KINDS if not kinds or kind in kinds]
-    for kind in wanted:
-        hits += islice(ways[kind](kind), _MOST - len(hits) + 1)
+    for kind in _KINDS:
+        if not kinds or kind in kinds:
+            hits += islice(ways.get(kind, found.calls)(kind), _MOST - len(hits) + 1)
     return {"hits": hits[:_MOST], "truncated": len(hits) > _MOST or found.is_late}
 
 
@@ -73,31 +66,29 @@ class _Search:
     def calls(self, kind: str) -> Iterator[Json]:
         """Yield hits in arguments, or in results as the model saw them."""
         records = self._joined.records
-        calls = list(reversed(self._joined.calls))
+        calls = [each.call for each in reversed(self._joined.placed)]
         items = [records.notes[call.number - 1].item for call in calls]
         for call, record in self._in_time(zip(calls, records.all_fields(items), strict=True)):
-            value = record.get("params") if kind == "arguments" else record.get("result")
-            shown = plain(value)
-            if kind == "results":
-                shown = _shown(shown)
-            text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
-            where = "arguments" if kind == "arguments" else "result"
+            if kind == "arguments":
+                text, where = json.dumps(plain(record.get("params")), ensure_ascii=False), kind
+            else:
+                text, where = plain_result(record.get("result")), "result"
             yield from self._hits(text, call=call.number, where=where)
 
     def files(self, kind: str) -> Iterator[Json]:
         """Yield hits in the files after the last call, and in versions that calls wrote before."""
         joined, views = self._joined, self._views
         last = World(joined.versions, joined.top)
-        for parts in self._in_time(sorted(views.paths_at(last))):
-            text, _ = text_of(*views.content_at(last, parts))
+        for parts in self._in_time(sorted(views.contents.paths_at(last))):
+            text, _ = text_of(*views.contents.at(last, parts))
             yield from self._hits(
                 text or "", serial=joined.top, where="file", path=wire_path(parts)
             )
         for commit in self._in_time(reversed(joined.versions.since(joined.base))):
             serial = commit.call.serial
             for step in commit.steps if serial <= joined.top else ():
-                content = views.content_at(World(joined.versions, serial), step.parts)
-                now = views.content_at(last, step.parts)[0]
+                content = views.contents.at(World(joined.versions, serial), step.parts)
+                now = views.contents.at(last, step.parts)[0]
                 if now is not None and step.after is not None and now.digest == step.after.digest:
                     continue  # found already
                 text, _ = text_of(*content)
@@ -136,13 +127,3 @@ class _Search:
                 self.is_late = True
                 return
             yield item
-
-
-def _shown(result: object) -> str:
-    """Return the message and the value of a result."""
-    if not isinstance(result, dict):
-        return ""
-    fields = cast("Json", result)
-    value = fields.get("value")
-    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return "\n".join(str(part) for part in (fields.get("message"), value and shown) if part)

@@ -2,8 +2,7 @@
 
 The link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
 has an Origin, ours. The page may load nothing from elsewhere, and no script but its own. It is
-below a path that nobody can guess: without one, a browser would send the cookie to all servers of
-this host.
+below a random path: without one, a browser would send the cookie to all servers of this host.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import contextlib
 import gc
 import hmac
 import json
+import os
 import secrets
 import socket as sockets
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,17 @@ from urllib.parse import quote
 
 from weakincentives.collector import no_collection
 from weakincentives.debugger.contents import to_json
-from weakincentives.debugger.live import Watch
-from weakincentives.debugger.placed import NotFound
-from weakincentives.debugger.records import Json
+from weakincentives.debugger.records import Json, NotFound
 from weakincentives.debugger.views import Views
 from weakincentives.errors import MissingExtra, WinkError
+from weakincentives.runtime.calls import run_file
 
 try:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
-    from starlette.datastructures import Headers, MutableHeaders, QueryParams
+    from starlette.datastructures import MutableHeaders
     from starlette.middleware.gzip import GZipMiddleware
-    from starlette.requests import Request
+    from starlette.requests import HTTPConnection, Request
     from starlette.responses import (
         FileResponse,
         HTMLResponse,
@@ -51,9 +50,7 @@ except ImportError as error:
     raise MissingExtra("debug", "starlette") from error
 
 if TYPE_CHECKING:
-    from http.cookies import SimpleCookie
-
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from weakincentives.durable.runs import Runs
 
@@ -77,6 +74,7 @@ _FILES = {
     "app.css": ("app.css", "text/css"),
     "LICENSES.txt": ("LICENSES.txt", "text/plain"),
 }
+_COOKIE = "wink_debug"
 _MAX_BODY = 4 << 20
 _POLL = 0.5
 """Seconds between looks at the files of runs, while a page is open."""
@@ -117,7 +115,10 @@ class Actions:
 
 
 class Debugger:
-    """The application, and its link."""
+    """The application, and its link.
+
+    It refuses foreign requests, exchanges the token for a cookie, and sets the headers.
+    """
 
     def __init__(
         self, views: Views, *, port: int, actions: Actions | None = None, run: str = ""
@@ -129,6 +130,9 @@ class Debugger:
         """The run that the page opens with."""
         self.token = secrets.token_urlsafe(32)
         """In the link; it works once."""
+        self._is_used = False
+        self._secret = secrets.token_urlsafe(32)
+        self._port = port
         self._posts = (actions or Actions()).posts
         self._stopping = asyncio.Event()
         app = Starlette(
@@ -140,11 +144,57 @@ class Debugger:
                 Route("/{name:path}", self._file),  # also "/"
             ]
         )
-        self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=2), self, port)
+        self._app = GZipMiddleware(app, compresslevel=2)
 
     def stop(self) -> None:
         """End the streams of events."""
         self._stopping.set()
+
+    # Guarding
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, if it is ours."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        path = cast("str", scope["path"])
+        below = path.removeprefix(self.place) if path.startswith(f"{self.place}/") else None
+        answer = self._own_answer(scope, below)
+        if answer is None:
+            await self._app({**scope, "path": below}, receive, send_with_headers)
+        else:
+            await answer(scope, receive, send_with_headers)
+
+    def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
+        request = HTTPConnection(scope)
+        if refused := foreign(request.headers, LOOPBACK, self._port):
+            return PlainTextResponse(f"{refused}\n", 403)
+        given = request.query_params.get("token") if path == "/" else None
+        if given is not None:
+            return self._exchanged(given)
+        cookie = request.cookies.get(_COOKIE, "")
+        if path is None or not hmac.compare_digest(cookie.encode(), self._secret.encode()):
+            return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
+        return None
+
+    def _exchanged(self, given: str) -> Response:
+        """Return the page with the cookie, for the token; it does so once."""
+        if self._is_used or not hmac.compare_digest(given.encode(), self.token.encode()):
+            return HTMLResponse(_USED, 401)
+        self._is_used = True
+        # No redirect: after a click on another site, the browser would not send the cookie with it.
+        answer = HTMLResponse(_ENTER.format(quote(self.run)))
+        place = f"{self.place}/"
+        answer.set_cookie(_COOKIE, self._secret, path=place, httponly=True, samesite="strict")
+        return answer
 
     # Requests
 
@@ -219,70 +269,72 @@ async def _body(request: Request) -> bytes:
     return data
 
 
-class _Guard:
-    """Refuses foreign requests, exchanges the token for a cookie, and sets the headers."""
+# What changes while the page is open
 
-    def __init__(self, app: ASGIApp, debugger: Debugger, port: int) -> None:
-        self._app = app
-        self._place = debugger.place
-        self._run = debugger.run
-        self._token: bytes | None = debugger.token.encode()
-        """None once it was used."""
-        self._port = port
-        self._secret = secrets.token_urlsafe(32)
-        self._cookie = "wink_debug"
+_FIRST = 20
+"""How many of the newest runs a new page is told about: they may have changed since it asked."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+
+class Watch:
+    """Tells what has changed since it was last asked; looks at names and times of files only."""
+
+    def __init__(self, views: Views) -> None:
+        self._views = views
+        self._seen: dict[str, tuple[int, int]] | None = None
+        """Time and size of each run's file."""
+        self._running: set[str] = set()
+        self._changed_at: object = None
+        self._wait = 0
+        """Looks until the page is told that the history has changed, if no run says why."""
+        self._approvals: list[Any] | None = None
+
+    def news(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and data of events."""
+        files, seen = dict(self._files()), self._seen
+        if seen is None:
+            changed = set(sorted(files, key=lambda run_id: files[run_id])[-_FIRST:])
+        else:
+            changed = {run_id for run_id in files if files[run_id] != seen.get(run_id)}
+        # The end of a run does not change its file.
+        looked_at = sorted(changed | (self._running & files.keys()))
+        summaries = [self._views.summary(run_file(self._views.store, each)) for each in looked_at]
+        told = [each for each in summaries if each["id"] in changed or each["state"] != "running"]
+        self._seen = files
+        self._running = {each["id"] for each in summaries if each["state"] == "running"}
+        if told:
+            yield "runs", told
+        is_gone = seen is not None and not seen.keys() <= files.keys()
+        if self._is_outdated(seen is None, bool(told)) or is_gone:
+            yield "changed", {}  # by an undo, a merge or a deletion
+        approvals = list(self._views.approvals())
+        if approvals != self._approvals:
+            self._approvals = approvals
+            yield "approvals", approvals
+
+    def _is_outdated(self, is_first: bool, is_told: bool) -> bool:
+        """Whether the history has changed, but not by a call: its run is saved right after it."""
+        before, self._changed_at = self._changed_at, self._views.changed_at()
+        if before != self._changed_at and not is_first:
+            self._wait = 2
+        if is_told or not self._wait:
+            self._wait = 0
+            return False
+        self._wait -= 1
+        return not self._wait
+
+    def _files(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        try:
+            with os.scandir(self._views.store / "runs") as found:
+                for each in found:
+                    if each.name.endswith(".jsonl"):
+                        status = each.stat(follow_symlinks=False)
+                        name = each.name.removesuffix(".jsonl")
+                        yield name, (status.st_mtime_ns, status.st_size)
+        except FileNotFoundError:
             return
 
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
-            await send(message)
 
-        path = cast("str", scope["path"])
-        below = path.removeprefix(self._place) if path.startswith(f"{self._place}/") else None
-        answer = self._own_answer(scope, below)
-        if answer is None:
-            await self._app({**scope, "path": below}, receive, send_with_headers)
-        else:
-            await answer(scope, receive, send_with_headers)
-
-    def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
-        headers = Headers(scope=scope)
-        if refused := foreign(headers, LOOPBACK, self._port):
-            return PlainTextResponse(f"{refused}\n", 403)
-        given = QueryParams(scope["query_string"]).get("token") if path == "/" else None
-        if given is not None:
-            return self._exchanged(given)
-        known = hmac.compare_digest(self._sent(headers).encode(), self._secret.encode())
-        if path is None or not known:
-            return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
-        return None
-
-    def _exchanged(self, given: str) -> Response:
-        """Return the page with the cookie, for the token; it does so once."""
-        if self._token is None or not hmac.compare_digest(given.encode(), self._token):
-            return HTMLResponse(_USED, 401)
-        self._token = None
-        # No redirect: after a click on another site, the browser would not send the cookie with it.
-        answer = HTMLResponse(_ENTER.format(quote(self._run)))
-        place = f"{self._place}/"
-        answer.set_cookie(self._cookie, self._secret, path=place, httponly=True, samesite="strict")
-        return answer
-
-    def _sent(self, headers: Headers) -> str:
-        from http.cookies import CookieError, SimpleCookie
-
-        cookies: SimpleCookie = SimpleCookie()
-        with contextlib.suppress(CookieError):
-            cookies.load(headers.get("cookie", ""))
-        found = cookies.get(self._cookie)
-        return "" if found is None else found.value
+# Serving
 
 
 def serve(

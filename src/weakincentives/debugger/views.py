@@ -10,49 +10,41 @@ import contextlib
 import json
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.adapters.catalog import known_price
 from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.debugger.contents import (
-    Content,
+    Contents,
     VersionSteps,
     World,
-    bytes_of,
-    capped,
     chain_of,
-    difference,
     from_wire,
     kind_of,
-    no_content,
     text_of,
     to_json,
     to_wire,
     wire_path,
 )
-from weakincentives.debugger.placed import UNKNOWN, History, NotFound, RunCalls, turn_of
 from weakincentives.debugger.records import (
-    SHOWN_ELSEWHERE,
+    UNKNOWN,
+    History,
     Json,
+    NotFound,
+    Placed,
+    RunCalls,
     RunRecords,
     SliceNotes,
     TurnNotes,
 )
-from weakincentives.errors import SnapshotError, WinkError
+from weakincentives.errors import WinkError
 from weakincentives.events import EDITED
 from weakincentives.filesystem import BranchInfo, WorkspaceHistory, branches_of
-from weakincentives.filesystem.diffs import Effort, change_between
-from weakincentives.filesystem.ignored import IgnoredFiles
-from weakincentives.filesystem.layers import Disk, Look
-from weakincentives.filesystem.paths import Parts
-from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import location_of
-from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.versions import (
     BranchVersions,
     CommitSteps,
@@ -60,13 +52,10 @@ from weakincentives.filesystem.versions import (
     WorkspaceVersions,
 )
 from weakincentives.runtime.at import outermost
-from weakincentives.runtime.calls import Call, Run, rendered_result, runs_of
-from weakincentives.runtime.index import fields_of
-from weakincentives.runtime.saved import SavedSession, not_undone
+from weakincentives.runtime.calls import Call, Commits, Run, rendered_result, run_file, runs_of
+from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
 
-MAX_PATCHES = 1 << 20
-"""Characters of the patches of one call."""
 _MAX_PATHS = 50_000
 _MAX_COMPARED = 2_000
 _SLACK = 1.0
@@ -85,9 +74,6 @@ class _Known:
     calls: RunCalls | None = None
     answer: tuple[object, str] = (None, "")
     """All turns and calls as JSON, and what it was made from."""
-    size: int = -1
-    """Of the file when it could not be read."""
-    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -96,7 +82,9 @@ class _History:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     versions: Versions | None = None
-    undone: tuple[int, frozenset[str]] = (-1, frozenset())
+    commits: Commits = field(default_factory=Commits)
+    count: int = 0
+    """How many commits of ``versions`` are in ``commits``."""
 
 
 class Views:
@@ -119,13 +107,8 @@ class Views:
         self._runs: dict[str, _Known] = {}
         self._histories: dict[str, _History] = {}
         self._lock = threading.Lock()
-        self._store = location_of(self.path)
-        self.runs = self._store / "runs"
-        """The folder with the files of runs."""
-        self._tree = Tree(self.path)
-        reserved = Reserved(self.path, store=self._store)
-        self._present: Look = reserved.without_hidden(Disk(self._tree))
-        self._ignored = IgnoredFiles(self.path)
+        self.store = location_of(self.path)
+        self.contents = Contents(self.path, self.store, lambda: self._history("").versions)
 
     # By path
 
@@ -209,7 +192,7 @@ class Views:
         return []
 
     def summary(self, run: Run) -> Json:
-        """Return what lists show of a run; of one that cannot be read, why."""
+        """Return what lists show of a run, or why it cannot be read."""
         summary = {
             "id": run.id,
             "mark": run.mark,
@@ -252,19 +235,14 @@ class Views:
 
     def _timeline(self, joined: RunCalls, after: int = 0) -> Json:
         records, run = joined.records, joined.records.run
-        rows = joined.once("rows", lambda: [_row(call, joined, at) for call, at in joined.placed])
-        commits = joined.once("commits", lambda: self._commits(joined))
-        known = [end for call, (_, end) in joined.placed if call.number <= after]
-        sent = max(known, default=joined.base) if after else joined.base
-        price = _price(run)
+        known = joined.until(after)
+        sent = max(joined.base, joined.placed[known - 1].highest if known else 0)
+        price, least = _price(run), max(run.inherited, after)
+        first = bisect_left(records.turns, True, key=lambda turn: _is_shown(turn, least))
         return {
-            "turns": [
-                _turn(turn, price, run.inherited)
-                for turn in records.turns
-                if _is_shown(turn, run.inherited) and _is_shown(turn, after)
-            ],
-            "calls": [row for row in rows if row["n"] > after],
-            "commits": [each for each in commits if each["serial"] > sent],
+            "turns": [_turn(turn, price, run.inherited) for turn in records.turns[first:]],
+            "calls": [_row(each, joined) for each in joined.placed[known:]],
+            "commits": self._commits(joined, sent),
             "base": joined.base,
             "prompts": len(records.prompts),
             "slices": [
@@ -275,29 +253,26 @@ class Views:
                     "versions": len(each.steps),
                 }
                 for each in records.slices.values()
-                if each.key not in SHOWN_ELSEWHERE
             ],
             "note": _note(joined),
         }
 
     def call(self, run_id: str, number: int) -> Json:
         joined = self.joined(run_id)
-        call, place = joined.find(number)
-        notes = joined.records.notes[number - 1]
-        row = _row(call, joined, place)
-        records = joined.records
+        placed, records = joined.find(number), joined.records
+        notes, row = records.notes[number - 1], _row(placed, joined)
         record = records.fields(notes.item)
         answer = records.answer(number)
-        commit = joined.commit_of(number)
-        changes = [] if commit is None else self._changes(joined.versions, commit)
+        commit = joined.commit_of(placed)
+        changes = [] if commit is None else self.contents.changes(joined.versions, commit)
         return {
             **row,
-            **_details(record),
+            **_details(replace(placed.call, record=record)),
             "text": _text_of_turn(records, row["turn"]),
             "result": _shown(record, None if answer is None else records.fields(answer)),
             "changes": changes,
             "state": [_slice_diff(records, records.slices[k], number) for k in notes.slices],
-            "canUndo": self.writable and commit is not None and not call.is_undone,
+            "canUndo": self.writable and commit is not None and not placed.call.is_undone,
         }
 
     def slices(self, run_id: str, key: str) -> Json:
@@ -337,7 +312,7 @@ class Views:
 
     def tree(self, run_id: str) -> Json:
         joined = self.joined(run_id)
-        found = self.paths_at(World(joined.versions, joined.base))
+        found = self.contents.paths_at(World(joined.versions, joined.base))
         paths = sorted(to_wire("/".join(parts)) for parts in found)
         return {
             "serial": joined.base,
@@ -350,7 +325,7 @@ class Views:
         joined = self.joined(run_id)
         if serial > joined.versions.last:
             raise NotFound(f"there is no commit {serial}")
-        entry, read = self.content_at(World(joined.versions, serial), parts)
+        entry, read = self.contents.at(World(joined.versions, serial), parts)
         text, note = text_of(entry, read)
         size = 0 if entry is None else entry.size
         exists = entry is not None
@@ -363,7 +338,7 @@ class Views:
         versions = joined.versions
         chain = chain_of(versions, parts, joined.base, joined.top)
         first = chain[0][2] if chain else parts
-        entry, read = self.content_at(World(versions, joined.base), first)
+        entry, read = self.contents.at(World(versions, joined.base), first)
         base, note = text_of(entry, read)
         names = self._names(joined, [commit for commit, _, _ in chain])
         steps = VersionSteps(versions, base, None if entry is None else entry.digest)
@@ -380,13 +355,13 @@ class Views:
             if not number.isdecimal():
                 raise ValueError(f"{name!r} is not RUN/N")
             joined = self.joined(run)
-            call, place = joined.find(int(number))
-            serial = place[0 if is_before else 1]
+            placed = joined.find(int(number))
+            serial = placed.before if is_before else placed.after
             if serial == UNKNOWN:
                 raise NotFound(_note(joined) or f"the files at {name} are not known")
             world = World(joined.versions, serial)
-            sides.append((world, joined.records, outermost(call).number, is_before))
-        files = list(self._differing(sides[0][0], sides[1][0]))
+            sides.append((world, joined.records, outermost(placed.call).number, is_before))
+        files = list(self.contents.differing(sides[0][0], sides[1][0]))
         return {
             "files": files[:_MAX_COMPARED],
             "slices": _differing_slices(sides[0][1:], sides[1][1:]),
@@ -397,56 +372,28 @@ class Views:
 
     def records(self, run_id: str) -> RunRecords:
         """Return the records of a run as they are now; raises SnapshotError if none can be read."""
-        path = _run_path(self._store, run_id)
+        is_name = run_id and not {"/", "\0"} & set(run_id) and not run_id.startswith(".")
+        path = run_file(self.store, run_id).path
+        if not is_name or not path.exists():
+            raise NotFound(f"there is no run {run_id}")
         known = self._known(run_id)
         with known.lock:
-            return _refreshed(known, path)
+            if known.records is None or not known.records.refresh():
+                known.records = RunRecords(path)
+            return known.records
 
     def joined(self, run_id: str) -> RunCalls:
         """Return the calls of a run with their places in the history."""
         records = self.records(run_id)
-        main = own = self._history("")
         branch = records.run.branch
         branch = branch if branch and branch in _branches(self.path) else ""
-        if branch:
-            own = self._history(branch)
+        histories = {name: self._history(name) for name in dict.fromkeys(["", branch])}
         known = self._known(run_id)
         with known.joining:
             calls = known.calls
-            state = len(records.notes), main[0].last, own[0].last, id(own[0])
-            if calls is None or calls.records is not records or calls.state != state:
-                calls = known.calls = RunCalls(records, branch, main, own)
+            if calls is None or not calls.is_current(records, histories):
+                calls = known.calls = RunCalls(records, branch, histories, calls)
             return calls
-
-    def content_at(self, world: World, parts: Parts) -> Content:
-        """Return what is at a path, and a function that reads it, which may raise OSError."""
-        versions, serial = world
-        touching = versions.touching(parts)
-        place = bisect_right(touching, serial, key=lambda each: each[0].call.serial)
-        if place:
-            commit, step = touching[place - 1]
-            if step.parts == parts:
-                return step.after, lambda: versions.after(commit, step)
-            return None, no_content
-        if touching:
-            commit, step = touching[0]
-            if step.found_at == parts:
-                return step.before, lambda: versions.before(commit, step)
-            return None, no_content  # it came from elsewhere
-        if isinstance(versions, BranchVersions):
-            return self.content_at(World(self._history("")[0], versions.info.base), parts)
-        return self._now(parts)
-
-    def paths_at(self, world: World) -> set[Parts]:
-        """Return the files of a world; ignored ones only if a commit changed them."""
-        versions, serial = world
-        if not isinstance(versions, BranchVersions):
-            return versions.paths_at(serial, self._walk())
-        paths = self._history("")[0].paths_at(versions.info.base, self._walk())
-        for commit in versions.commits[:serial]:
-            paths.difference_update(each.found_at for each in commit.steps if each.was)
-            paths.update(each.parts for each in commit.steps if each.left)
-        return paths
 
     def warm(self, run_id: str = "") -> None:
         """Read the history and all runs, this one or the newest first: a later look is fast."""
@@ -462,12 +409,9 @@ class Views:
         found: list[int] = []
         for name in ("history", "history/index", "branches"):
             with contextlib.suppress(OSError):
-                status = os.stat(self._store / name)
+                status = os.stat(self.store / name)
                 found += [status.st_mtime_ns, status.st_size]
         return tuple(found)
-
-    def run_ids(self) -> list[str]:
-        return [run.id for run in runs_of(self.path)]
 
     # Reading
 
@@ -476,7 +420,7 @@ class Views:
             return self._runs.setdefault(run_id, _Known())
 
     def _history(self, branch: str) -> History:
-        """Return the commits of a branch, or of the directory, and the calls undone there."""
+        """Return the commits of a branch, or of the directory if the name is empty."""
         with self._lock:
             known = self._histories.setdefault(branch, _History())
         with known.lock:
@@ -485,45 +429,18 @@ class Views:
                 if not isinstance(last, BranchVersions) or last.info != info:
                     last = last if isinstance(last, BranchVersions) else None
                     known.versions = BranchVersions(self.path, info, last)
+                    known.commits, known.count = Commits(), 0
             versions = known.versions
             if versions is None:
                 versions = known.versions = WorkspaceVersions(WorkspaceHistory(self.path))
             versions.refresh()
-            if known.undone[0] != versions.last or branch:
-                history = [each.call for each in versions.commits]
-                undone = {each.call_id for each in history} - not_undone(history)
-                known.undone = versions.last, frozenset(undone)
-            return versions, known.undone[1]
+            added = versions.commits[known.count :]
+            known.commits.extend(each.call for each in added)
+            known.count += len(added)
+            return History(versions, known.commits)
 
-    def _now(self, parts: Parts) -> Content:
-        try:
-            node = self._present.node(parts)
-            if node is not None and node.kind == "link":
-                node = node._replace(target=self._present.link_target(parts))
-        except OSError:
-            return None, no_content
-        if node is None or node.is_directory:
-            return None, no_content
-        return node, lambda: self._present.read(parts)
-
-    def _walk(self) -> Iterable[Parts]:
-        """Yield the files that are there now, without ignored ones."""
-        ignored = self._ignored = IgnoredFiles(self.path)
-        pending: list[Parts] = [()]
-        while pending:
-            above = pending.pop()
-            with contextlib.suppress(OSError):
-                for name, kind in self._present.kinds(above):
-                    parts = (*above, name)
-                    if name == ".git" or name.startswith(TEMPORARY) or ignored("/".join(parts)):
-                        continue
-                    if kind == "directory":
-                        pending.append(parts)
-                    else:
-                        yield parts
-
-    def _commits(self, joined: RunCalls) -> list[Json]:
-        since = joined.versions.since(joined.base)
+    def _commits(self, joined: RunCalls, after: int) -> list[Json]:
+        since = joined.versions.since(after)
         commits = [each for each in since if each.call.serial <= joined.top]
         names = self._names(joined, commits)
         return [
@@ -569,87 +486,6 @@ class Views:
                     found |= {each.call_id: each.name for each in records.run.calls()}
         return found
 
-    # Differences
-
-    def _changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:
-        ignored, effort, left = self._ignored, Effort(raw=False), MAX_PATCHES
-        found: list[Json] = []
-        for step in commit.steps:
-            path = "/".join(step.parts)
-            change = {
-                "path": to_wire(path),
-                "origin": wire_path(step.origin or ()),
-                "kind": kind_of(step),
-                "added": 0,
-                "removed": 0,
-                "binary": False,
-                "note": "",
-                "patch": "",
-            }
-            if left <= 0 or ignored(path):
-                note = "ignored by git" if left > 0 else "too much has changed to show it all"
-                found.append(change | {"note": note})
-                continue
-            old = step.before, bytes_of(versions.before, commit, step, step.before)
-            new = step.after, bytes_of(versions.after, commit, step, step.after)
-            diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
-            patch, note = ("", diff.note) if diff.is_binary else capped(diff.text, diff.note)
-            left -= len(patch)
-            found.append(
-                change
-                | {"added": diff.added, "removed": diff.removed, "binary": diff.is_binary}
-                | {"note": note, "patch": patch}
-            )
-        return found
-
-    def _differing(self, a: World, b: World) -> Iterable[tuple[str, str]]:
-        for parts in sorted(self._candidates(a, b)):
-            one, two = self.content_at(a, parts), self.content_at(b, parts)
-            kind = difference(one, two)
-            if kind:
-                yield wire_path(parts), kind
-
-    def _candidates(self, a: World, b: World) -> set[Parts]:
-        """Return the paths that commits changed between two worlds."""
-        found: set[Parts] = set()
-        serials: list[int] = []
-        if a.versions is b.versions:
-            serials = sorted((a.serial, b.serial))
-            commits = [e for e in a.versions.since(serials[0]) if e.call.serial <= serials[1]]
-            return {parts for each in commits for step in each.steps for parts in step.paths}
-        for versions, serial in (a, b):
-            if isinstance(versions, BranchVersions):
-                own = versions.commits[:serial]
-                found |= {parts for each in own for step in each.steps for parts in step.paths}
-                serials.append(versions.info.base)
-            else:
-                serials.append(serial)
-        between = self._history("")[0].since(min(serials))
-        commits = [each for each in between if each.call.serial <= max(serials)]
-        return found | {parts for each in commits for step in each.steps for parts in step.paths}
-
-
-def _refreshed(known: _Known, path: Path) -> RunRecords:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise NotFound(f"there is no run {path.stem}") from error
-    if known.records is None and known.problem and known.size == size:
-        raise SnapshotError(known.problem)
-    try:
-        if known.records is None or not known.records.refresh():
-            known.records = RunRecords(path)
-    except SnapshotError as error:
-        known.records, known.size, known.problem = None, size, str(error)
-        raise
-    return known.records
-
-
-def _run_path(store: Path, run_id: str) -> Path:
-    if not run_id or "/" in run_id or "\0" in run_id or run_id.startswith("."):
-        raise NotFound(f"there is no run {run_id!r}")
-    return store / "runs" / f"{run_id}.jsonl"
-
 
 def _branches(workspace: Path) -> dict[str, BranchInfo]:
     with contextlib.suppress(OSError, WinkError):
@@ -674,7 +510,7 @@ def _asked(query: Mapping[str, str], name: str) -> str:
 
 def _note(joined: RunCalls) -> str:
     """Say why the files of some calls are not known, if so."""
-    if all(before != UNKNOWN for before, _ in joined.places):
+    if joined.is_complete:
         return ""
     run = joined.records.run
     if run.branch and not joined.branch:
@@ -686,12 +522,6 @@ def _note(joined: RunCalls) -> str:
 
 
 def _summary(records: RunRecords) -> Json:
-    lasting = records.once("summary", lambda: _lasting_summary(records))
-    return lasting | {"state": _state(records.run, records)}
-
-
-def _lasting_summary(records: RunRecords) -> Json:
-    """Return what changes only when the run is saved."""
     run, about = records.run, records.run.data.about
     price = _price(run)
     usages = [turn.usage for turn in records.turns]
@@ -703,10 +533,11 @@ def _lasting_summary(records: RunRecords) -> Json:
         "model": str(about.get("model") or ""),
         "began": run.data.began,
         "saved": max(run.data.at, run.data.began),
+        "state": _state(run, records),
         "branch": run.branch,
         "dry": run.is_dry,
         "forkedFrom": about.get("forked_from"),
-        "turns": run.turns,
+        "turns": records.requests,
         "calls": len(records.notes) - run.inherited,
         "tokens": records.usage.total_tokens,
         "cost": None if price is None else sum(map(price.of, usages)),
@@ -720,8 +551,7 @@ def _state(run: Run, records: RunRecords | None = None) -> str:
             return "running"
     if records is None:
         return "interrupted"
-    is_over = records.once("is_over", lambda: not records.turns or run.has_ended)
-    return "finished" if is_over else "interrupted"
+    return "finished" if records.is_over else "interrupted"
 
 
 def _price(run: Run) -> TokenPrice | None:
@@ -741,7 +571,7 @@ def _price(run: Run) -> TokenPrice | None:
 
 
 def _is_shown(turn: TurnNotes, after: int) -> bool:
-    """Tell whether a turn has calls after one, or came after it."""
+    """Whether a turn made a call after the one with this number, or came after it."""
     return turn.preceding >= after or any(number > after for number in turn.calls)
 
 
@@ -757,8 +587,8 @@ def _turn(turn: TurnNotes, price: TokenPrice | None, inherited: int) -> Json:
     }
 
 
-def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
-    commit, slices = joined.commit_of(call.number), joined.records.slices
+def _row(placed: Placed, joined: RunCalls) -> Json:
+    call, commit, slices = placed.call, joined.commit_of(placed), joined.records.slices
     notes = joined.records.notes[call.number - 1]
     record = call.record or {}
     return {
@@ -769,15 +599,15 @@ def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
         "outcome": call.outcome,
         "time": call.time,
         "duration": record.get("duration", 0.0),
-        "turn": turn_of(call, joined),
+        "turn": joined.turn_of(call),
         "nestedIn": None if call.outer is None else call.outer.number,
         "place": record.get("place"),
-        "lane": joined.lanes[call.number],
+        "lane": placed.lane,
         "attempts": record.get("attempts", 1),
         "retries": call.result.get("retries", 0),
         "conflicts": plain(record.get("conflicts", [])),
-        "before": place[0],
-        "after": place[1],
+        "before": placed.before,
+        "after": placed.after,
         "files": 0 if commit is None else len(commit.steps),
         "slices": [slices[key].name for key in notes.slices],
         "error": notes.error,
@@ -787,35 +617,25 @@ def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
 # One call
 
 
-def _details(record: Json) -> Json:
-    result = fields_of(record.get("result"))
-    failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
-    message = str(plain(result.get("message", "")))
-    notes = [str(each) for each in _list(record.get("notes"))]
+def _details(call: Call) -> Json:
+    """Return what the page shows of a call with its whole record."""
+    details = call.details
+    notes, failure = [str(each) for each in details["notes"]], details["failure"]
     return {
-        "arguments": plain(record.get("params")),
+        "arguments": call.arguments,
         "edited": EDITED in notes,
-        "problems": _problems(message),
-        "policies": _policies(record, notes),
-        "message": message,
-        "value": plain(result.get("value")),
-        "failure": {
-            "code": str(plain(failure.get("code", ""))),
-            "message": str(plain(failure.get("message", ""))),
-            "recoverable": bool(failure.get("recoverable", True)),
-            "suggestions": _list(failure.get("suggestions")),
-        }
-        if failure
-        else None,
-        "undone": _list(metadata.get("undone")),
-        "notUndone": _list(metadata.get("not_undone")),
-        "notes": [*notes, *map(str, _list(metadata.get("degraded")))],
+        "problems": _problems(details["message"]),
+        "policies": _policies(details, notes),
+        "message": details["message"],
+        "value": details["value"],
+        "failure": failure and {**_FAILURE, **failure},
+        "undone": details["rolled_back"],
+        "notUndone": details["not_rolled_back"],
+        "notes": [*notes, *map(str, details["degraded"])],
     }
 
 
-def _list(value: Any) -> list[Any]:
-    found = plain(value)
-    return cast("list[Any]", found) if isinstance(found, list) else []
+_FAILURE: Json = {"code": "", "message": "", "recoverable": True, "suggestions": []}
 
 
 def _problems(message: str) -> dict[str, str]:
@@ -826,12 +646,9 @@ def _problems(message: str) -> dict[str, str]:
     return {}
 
 
-def _policies(record: Json, notes: Sequence[str]) -> list[Json]:
+def _policies(details: Json, notes: Sequence[str]) -> list[Json]:
     """Return the policies that were asked; a record from an earlier version only has a denial."""
-    names, denied_by = (
-        [str(each) for each in _list(record.get("policies"))],
-        record.get("denied_by"),
-    )
+    names, denied_by = [str(each) for each in details["policies"]], details["denied_by"]
     if denied_by and denied_by not in names:
         names.append(str(denied_by))
     found: list[Json] = []
@@ -850,7 +667,7 @@ def _sections(prompt: Json) -> list[Json]:
     """Return the sections of a prompt without headings; an earlier version saved no places."""
     text, start = str(plain(prompt.get("text", ""))), 0
     found: list[Json] = []
-    for path, length in _list(prompt.get("sections")):
+    for path, length in cast("list[Any]", plain(prompt.get("sections", []))):
         block = text[start : start + length]
         body = block.partition("\n")[2].lstrip("\n") if block.startswith("#") else block
         found.append({"path": path, "text": body})
@@ -887,8 +704,6 @@ def _differing_slices(
 ) -> list[Json]:
     found: list[Json] = []
     for key in {**one[0].slices, **two[0].slices}:
-        if key in SHOWN_ELSEWHERE:
-            continue
         values: list[list[Any]] = []
         name = ""
         for records, number, before in (one, two):

@@ -348,7 +348,7 @@ class _Link:
         await asyncio.wait([self._task])
 
     def is_lost_with(self, error: Exception) -> bool:
-        """Tell whether an error means that the server is gone."""
+        """Whether an error means that the server is gone."""
         from mcp import types
 
         gone = {types.CONNECTION_CLOSED}

@@ -2,7 +2,7 @@
 
 Older clients get a request of their own (``elicitation/create``) while the call waits. For newer
 ones the call is suspended, the form is its answer, and the client repeats the call with the form
-filled in.
+filled in. The model can bring up what durable runs ask, but only such a form answers it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import new_call_id
-from weakincentives.errors import MissingExtra, Suspended, ToolValidationError
+from weakincentives.errors import AnswerRefused, ApprovalNeeded, MissingExtra, ToolValidationError
+from weakincentives.prompt import MarkdownSection, Section, Tool, ToolContext
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
+from weakincentives.tool_result import ToolResult
 
 try:
     from mcp.types import ElicitRequest, ElicitRequestFormParams, ElicitResult
@@ -25,6 +27,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
+
+    from weakincentives.durable.runs import Runs
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""
@@ -39,10 +43,6 @@ A client over HTTP can vanish unnoticed: its answer would never come.
 
 client_call: ContextVar[ClientCall | None] = ContextVar("client_call", default=None)
 """The call of a client that is under way."""
-
-
-class _WaitsForForm(Suspended):
-    """The client repeats the call with the form filled in."""
 
 
 class NotAnswered(ToolValidationError):
@@ -65,16 +65,15 @@ class ClientCall:
         self.client = request.session
         self.request_id = request.request_id
         self.id = new_call_id() if earlier is None else earlier.id
-        self.form: ElicitRequestFormParams | None = None
-        """The form that the call waits for."""
-        self._question: ApprovalRequest | None = None
+        self.question: ApprovalRequest | None = None
+        """What the call waits for."""
         self._answers: list[tuple[ApprovalRequest, ElicitResult]] = []
+        self._asked = 0
         if earlier is not None:
             self._answers += earlier._answers
-        self._asked = 0
-        response = (responses or {}).get(_FORM)
-        if earlier is not None and earlier._question and isinstance(response, ElicitResult):
-            self._answers.append((earlier._question, response))
+            response = (responses or {}).get(_FORM)
+            if earlier.question is not None and isinstance(response, ElicitResult):
+                self._answers.append((earlier.question, response))
 
     @property
     def user(self) -> str:
@@ -88,13 +87,10 @@ class ClientCall:
         return modes is not None and (modes.form is not None or modes.url is None)
 
     async def ask(self, request: ApprovalRequest) -> ElicitResult:
-        form = ElicitRequestFormParams(
-            message=request.describe(_MOST_SHOWN), requested_schema=_schema(request)
-        )
         if not is_version_at_least(self.client.protocol_version, _IN_ANSWER_SINCE):
             async with asyncio.timeout(_PATIENCE):
                 return await self.client.elicit_form(
-                    form.message, form.requested_schema, self.request_id
+                    request.describe(_MOST_SHOWN), _schema(request), self.request_id
                 )
         for number, (shown, answer) in enumerate(self._answers[self._asked :], self._asked):
             # The approval is for what was shown: another call, or another file, is asked about.
@@ -103,13 +99,16 @@ class ClientCall:
                 self._asked = number + 1
                 return answer
         del self._answers[self._asked :]
-        self._question, self.form = request, form
-        raise _WaitsForForm("the client's user is asked")
+        self.question = request
+        raise ApprovalNeeded(request)  # the client repeats the call with the form filled in
 
     def form_to_fill_in(self, state: str) -> dict[str, Any]:
         """Return the answer to a call that waits, in the wire format."""
-        assert self.form is not None
-        form = ElicitRequest(params=self.form)
+        assert self.question is not None
+        message, schema = self.question.describe(_MOST_SHOWN), _schema(self.question)
+        form = ElicitRequest(
+            params=ElicitRequestFormParams(message=message, requested_schema=schema)
+        )
         return {
             "resultType": "input_required",
             "inputRequests": {
@@ -188,3 +187,41 @@ def _schema(request: ApprovalRequest) -> dict[str, Any]:
     }
     choices = {"type": "string", "title": "Answer", "enum": ["yes", "no", "always"]}
     return {"type": "object", "properties": {"answer": choices, **texts}, "required": ["answer"]}
+
+
+# Runs elsewhere
+
+_WORK = """
+Runs elsewhere may wait for the approval of the user. `ask_about_waiting_run` shows the user what
+the oldest of them asks, in a form of their client; only the user can answer it.
+"""
+
+
+def approvals_section(runs: Runs) -> Section[None]:
+    """Return a section with the tool, for the prompt of an ``McpServer``."""
+
+    async def ask_about_waiting_run(params: None, *, context: ToolContext) -> ToolResult[None]:
+        waiting = await asyncio.to_thread(runs.pending)
+        if not waiting:
+            return ToolResult.ok(None, "No run waits for an approval.")
+        asked = waiting[0]
+        # From the form alone: without an answer of a person, the request stays open.
+        answer = await answer_of_client(asked.request)
+        said = {name: getattr(answer, name) for name in ("approved", "reason", "arguments", "by")}
+        try:
+            await asyncio.to_thread(runs.answer, asked.id, digest=asked.digest, **said)
+        except AnswerRefused as error:
+            raise ToolValidationError(str(error)) from error
+        done = "approved" if answer.approved else "denied"
+        left = len(waiting) - 1
+        more = f" {left} more wait." if left else ""
+        message = f"{answer.by} {done} {asked.request.tool_name} of {asked.run}.{more}"
+        return ToolResult.ok(None, message)
+
+    tool: Tool[None, None] = Tool(
+        name="ask_about_waiting_run",
+        description="Ask the user about the oldest call of another run that waits for approval.",
+        handler=ask_about_waiting_run,
+        reach="read",
+    )
+    return MarkdownSection(title="Runs that wait", template=_WORK, tools=[tool])

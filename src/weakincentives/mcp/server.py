@@ -230,7 +230,7 @@ class McpServer:
         client_call.set(made)
         taken = self._take(call, _Beats(request.session), ids)
         tool, result, text = await _cancelled_once(taken)
-        if made.form is None or result.failure is None or result.failure.code != SUSPENDED:
+        if made.question is None or result.failure is None or result.failure.code != SUSPENDED:
             return _answer(tool, result, text)
         state = new_id()
         self._waiting[state] = made

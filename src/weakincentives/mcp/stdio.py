@@ -1,6 +1,6 @@
 """MCP over standard input and output: one JSON message per line.
 
-Nothing here blocks: a client that sends half a line, or does not read, delays nobody else and
+Nothing here blocks: a client that sends half a line, or does not read, delays no other client and
 does not keep the server from ending.
 """
 

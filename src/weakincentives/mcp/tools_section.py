@@ -217,16 +217,11 @@ class McpToolsSection(Section[None]):
         }
         for option, patterns in stated.items():
             for pattern in patterns:
-                if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                    near = get_close_matches(pattern, names, n=1)
-                    hint = (
-                        f"did you mean {near[0]!r}?"
-                        if near
-                        else f"its tools are {', '.join(names)}"
-                    )
-                    raise ToolDefinitionError(
-                        f"{option}: the server has no tool {pattern!r}; {hint}"
-                    )
+                if pattern == "*" or any(fnmatchcase(name, pattern) for name in names):
+                    continue
+                near = get_close_matches(pattern, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its tools are {', '.join(names)}"
+                raise ToolDefinitionError(f"{option}: the server has no tool {pattern!r}; {hint}")
 
     def _offered(self, listed: Sequence[types.Tool]) -> tuple[Tool[Any, Any], ...]:
         wanted = {
@@ -269,7 +264,14 @@ class McpToolsSection(Section[None]):
             # The handler has a timeout of its own; this one is a safety net.
             timeout=None if terms.timeout is None else terms.timeout + _GRACE,
             retry=terms.retry,
-            preconditions=[_granted(permission)] if permission else [],
+            preconditions=[
+                PermissionPrecondition(
+                    description=f"The permission {permission!r} must have been granted",
+                    permission=permission,
+                )
+            ]
+            if permission
+            else [],
             effects=[self._compensation(terms)] if terms.undo else [],
         )
 
@@ -364,7 +366,7 @@ class McpToolsSection(Section[None]):
                 await asyncio.shield(self._connection.stop())
 
     def _keep(self, call_id: str, params: Mapping[str, Any], output: McpOutput) -> None:
-        # Nobody says here when a call is committed, so the oldest are dropped.
+        # Commits are not reported here, so the oldest answers are dropped.
         while len(self._answers) >= _KEPT_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._answers[call_id] = (params, output)
@@ -441,12 +443,6 @@ def _by_name(option: object) -> Mapping[str, Any]:
     if isinstance(option, Mapping):
         return dict(cast("Mapping[str, Any]", option))
     return {} if option is None else {"*": option}
-
-
-def _granted(permission: str) -> PermissionPrecondition:
-    return PermissionPrecondition(
-        description=f"The permission {permission!r} must have been granted", permission=permission
-    )
 
 
 # Results

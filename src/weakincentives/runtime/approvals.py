@@ -3,8 +3,8 @@
 Each open request is a directory beside the file of the run's session, with two sealed files: the
 request, and its answer. An answer appears whole, and only if there is none yet, so the first one
 counts, whether it comes from here or from elsewhere. The run adds one itself before it removes the
-request: after that nobody can answer. As long as a run waits, it holds a lock on the request: what
-a killed one has left is never shown.
+request: after that it can no longer be answered. A waiting run holds a lock on its request, so a
+request that a killed run has left is never shown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WITHDRAWN = Approval(False, reason="the question was withdrawn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingApproval:
-    """A request of a run in progress that nobody has answered yet."""
+    """An unanswered request of a run in progress."""
 
     run: Run
     id: str
@@ -85,7 +85,7 @@ class ApprovalDesk:
 
     @contextmanager
     def asking(self, request: ApprovalRequest) -> Generator[Question]:
-        """Publish a request for the block; nobody can answer it afterwards."""
+        """Publish a request for the block; it cannot be answered afterwards."""
         question = Question(self._folder / new_id(), request)
         _open.add(question.folder)
         try:
@@ -136,7 +136,7 @@ class Question:
         """Answer the request from here, unless that was done elsewhere; return what counts."""
         if self._settled is None:
             try:
-                with _added(self.folder / _ANSWER, b""):  # for nobody to read: it keeps others out
+                with _added(self.folder / _ANSWER, b""):  # only keeps other answers out
                     pass
                 self._settled = own
             except FileExistsError:
@@ -198,8 +198,8 @@ def answer_approval(
         by: Who answers; by default this user.
 
     Raises:
-        AnswerRefused: Somebody has answered it already, the run no longer waits, or what was shown
-            is something else.
+        AnswerRefused: It was answered already, the run no longer waits, or it was not what was
+            shown.
     """
     if digest is not None and digest != pending.digest:
         raise AnswerRefused("this is not what is asked now; look at it again")
@@ -231,12 +231,13 @@ def _pending(run: Run) -> Iterator[PendingApproval]:
     for name in names:
         with suppress(OSError, SnapshotError, ValueError):
             data = _seals(folder / name).unsealed(_read(folder / name / _REQUEST))
-            is_open = _is_waiting(folder / name) and not (folder / name / _ANSWER).exists()
-            if data is None or not is_open:
+            if data is None:
                 continue
             values: Any = json.loads(data)
             request: ApprovalRequest = thaw(values["request"])
-            yield PendingApproval(run=run, id=name, request=request, since=float(values["at"]))
+            found = PendingApproval(run=run, id=name, request=request, since=float(values["at"]))
+            if found.is_open:
+                yield found
 
 
 def _is_waiting(folder: Path) -> bool:

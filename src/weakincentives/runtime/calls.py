@@ -14,7 +14,7 @@ import stat
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
@@ -161,31 +161,29 @@ class Run:
         """How many calls it has from the run that it was forked from, which lists them."""
         return inherited_calls(self.data.about)
 
-    def calls(self) -> list[Call]:
-        """Return its own calls, oldest first."""
-        inherited = self.inherited
+    def calls(self, after: int = 0) -> list[Call]:
+        """Return its own calls, oldest first, or only those after the call with a number."""
+        start = max(self.inherited, after)
         with no_collection():
-            return self._calls(inherited)
-
-    def _calls(self, inherited: int) -> list[Call]:
-        calls = [
-            Call(
-                call_id=str(record["call_id"]),
-                tool=str(record["tool_name"]),
-                time=float(record["timestamp"]),
-                run=self,
-                number=number,
-                record=record,
-            )
-            for number, record in enumerate(self._log(RECORDS), 1)
-            if "call_id" in record and number > inherited
-        ]
-        later: dict[str, Call] = {}
-        for call in reversed(calls):  # a call ends after those nested in it
-            assert call.record is not None
-            call.outer = later.get(str(call.record.get("nested_in", "")))
-            later[call.call_id] = call
-        return calls
+            records = map(fields_of, self.data.log.get(RECORDS, [])[start:])
+            calls = [
+                Call(
+                    call_id=str(record["call_id"]),
+                    tool=str(record["tool_name"]),
+                    time=float(record["timestamp"]),
+                    run=self,
+                    number=number,
+                    record=record,
+                )
+                for number, record in enumerate(records, start + 1)
+                if "call_id" in record
+            ]
+            later: dict[str, Call] = {}
+            for call in reversed(calls):  # a call ends after those nested in it
+                assert call.record is not None
+                call.outer = later.get(str(call.record.get("nested_in", "")))
+                later[call.call_id] = call
+            return calls
 
     def answer_to(self, call_id: str) -> str | None:
         """Return the tool message that the model got for a call; None if it made no such call."""
@@ -399,15 +397,37 @@ class Call:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        return {} if self.record is None else fields_of(self.record["result"])
+        return {} if self.record is None else fields_of(self.record.get("result"))
 
     @property
     def arguments(self) -> object:
         return None if self.record is None else plain(self.record["params"])
 
     @property
+    def details(self) -> dict[str, Any]:
+        """What its record says of how it went, as plain JSON; empty without a record."""
+        if self.record is None:
+            return {}
+        record, result = self.record, cast("dict[str, Any]", plain(dict(self.result)))
+        metadata: dict[str, Any] = result.get("metadata") or {}
+        return {
+            "duration": record.get("duration", 0.0),
+            "attempts": max(record.get("attempts", 1), metadata.get("attempts", 1)),
+            "policies": plain(record.get("policies", [])),
+            "denied_by": record.get("denied_by", ""),
+            "notes": plain(record.get("notes", [])),
+            "conflicts": plain(record.get("conflicts", [])),
+            "message": str(result.get("message", "")),
+            "value": result.get("value"),
+            "failure": result.get("failure"),
+            "rolled_back": metadata.get("undone", []),
+            "not_rolled_back": metadata.get("not_undone", []),
+            "degraded": metadata.get("degraded", []),
+        }
+
+    @property
     def is_suspended(self) -> bool:
-        """Whether it was rolled back to wait for someone outside."""
+        """Whether it was rolled back to wait for an answer from outside."""
         return fields_of(self.result.get("failure") or {}).get("code") == "SUSPENDED"
 
     @property
@@ -437,6 +457,40 @@ class Call:
         return rendered_result(self.record["result"]) if answer is None else answer
 
 
+class Commits:
+    """The commits of a history by call, and the calls that are undone in it."""
+
+    def __init__(self, history: Iterable[Committed] = ()) -> None:
+        self.by_call: dict[str, list[Committed]] = {}
+        """Oldest first; a call id may have been committed repeatedly."""
+        self.undone: Set[str] = frozenset()
+        """Another object as soon as something else is undone."""
+        self._history: list[Committed] = []
+        self.extend(history)
+
+    def extend(self, added: Iterable[Committed]) -> None:
+        """Add new commits; costs only those, unless they undo something."""
+        start = len(self._history)
+        self._history += added
+        for each in self._history[start:]:
+            self.by_call.setdefault(each.call_id, []).append(each)
+        if any(each.undoes or each.call_id in self.undone for each in self._history[start:]):
+            self.undone = self.by_call.keys() - not_undone(self._history)
+
+
+def join(call: Call, histories: Mapping[str, Commits]) -> None:
+    """Fill in the commit of a call, given the histories of the directory and of branches."""
+    if call.is_suspended:  # what its id has in the history is from when it was made again
+        return
+    on_branch = "" if call.run is None else call.run.branch
+    for branch in [call.branch] if call.branch else ["", on_branch]:
+        commits = histories.get(branch)
+        if commits is not None and call.call_id in commits.by_call:
+            call.branch, call.committed = branch, commits.by_call[call.call_id][-1]
+            call.is_undone = call.call_id in commits.undone
+            return
+
+
 class Calls:
     """The calls of a workspace; lines are counted in files for which ``detail`` returns true."""
 
@@ -450,15 +504,13 @@ class Calls:
     def _history(self) -> tuple[Committed, ...]:
         return self.history.calls()
 
-    @cached_property
+    @property
     def committed(self) -> dict[str, Committed]:
-        """The calls in the history by id, oldest first."""
-        return {each.call_id: each for each in self._history}
+        """The calls in the history of the directory by id, oldest first."""
+        return self._committed_on("")
 
-    @cached_property
-    def undone(self) -> set[str]:
-        """The ids of calls that are undone now."""
-        return self.committed.keys() - not_undone(self._history)
+    def _committed_on(self, branch: str) -> dict[str, Committed]:
+        return {call_id: each[-1] for call_id, each in self._commits[branch].by_call.items()}
 
     @cached_property
     def branches(self) -> dict[str, BranchInfo]:
@@ -466,12 +518,10 @@ class Calls:
         return {each.name: each for each in branches_of(self.workspace)}
 
     @cached_property
-    def _on_branches(self) -> dict[str, dict[str, Committed]]:
-        """The commits of each branch by call."""
-        return {
-            name: {each.call_id: each for each in info.commits}
-            for name, info in self.branches.items()
-        }
+    def _commits(self) -> dict[str, Commits]:
+        """The commits of the directory, under the empty name, and of each branch."""
+        on_branches = {name: Commits(info.commits) for name, info in self.branches.items()}
+        return {"": Commits(self._history), **on_branches}
 
     def history_on(self, branch: str) -> WorkspaceHistory | BranchHistory:
         """Return the history of a branch, or that of the directory if the name is empty."""
@@ -541,9 +591,9 @@ class Calls:
     def changed(self, branch: str = "") -> list[Call]:
         """Return the calls in the history of the directory, or of a branch, oldest first."""
         records = {call.call_id: call for call in _readable_calls(self.runs)}
-        history = self._on_branches[branch] if branch else self.committed
         return self._joined(
-            records.get(call_id) or _unrecorded(each, branch) for call_id, each in history.items()
+            records.get(call_id) or _unrecorded(each, branch)
+            for call_id, each in self._committed_on(branch).items()
         )
 
     def by_run(self) -> list[list[Call]]:
@@ -567,7 +617,7 @@ class Calls:
             if call.call_id == call_id:
                 return call
         branch, _, unrecorded = call_id.rpartition("/")
-        found = self._on_branches.get(branch, {}) if branch else self.committed
+        found = self._committed_on(branch) if branch in self._commits else {}
         committed = found.get(unrecorded)
         return None if committed is None else self._joined([_unrecorded(committed, branch)])[0]
 
@@ -619,31 +669,17 @@ class Calls:
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
         calls = list(calls)
         for call in calls:
-            if call.is_suspended:  # what its id has in the history is from when it was made again
-                continue
-            call.committed = None if call.branch else self.committed.get(call.call_id)
-            call.is_undone = call.committed is not None and call.call_id in self.undone
-            branch = call.branch or ("" if call.run is None else call.run.branch)
-            if call.committed is None and branch in (self._on_branches if branch else ()):
-                self._join_branch(call, branch)
+            join(call, self._commits)
         return calls
-
-    def _join_branch(self, call: Call, branch: str) -> None:
-        """Fill in the commit of a call on a branch."""
-        call.committed = self._on_branches[branch].get(call.call_id)
-        if call.committed is not None:
-            call.branch = branch
-            call.is_undone = call.call_id not in not_undone(self.branches[branch].commits)
 
     def _without_a_run(self, calls: list[Call]) -> list[Call]:
         """Return calls without a record in a run: of other programs, or an undo by a person."""
         known = {call.call_id for call in calls}
         oldest = min((call.time for call in calls), default=0.0)
-        histories = {"": self.committed, **self._on_branches}
         return self._joined(
             _unrecorded(each, branch)
-            for branch, history in histories.items()
-            for each in history.values()
+            for branch in self._commits
+            for each in self._committed_on(branch).values()
             if each.call_id not in known and each.time >= oldest
         )
 
@@ -695,7 +731,12 @@ def rendered_result(result: Any) -> str:
                 import_module(module)  # only our own modules, whatever the file says
         return str(thaw(result).render())
     except (SnapshotError, ImportError):
-        fields = fields_of(result)
-        value = plain(fields["value"])
-        parts = [plain(fields["message"]), value and json.dumps(value, ensure_ascii=False)]
-        return "\n".join(str(part) for part in parts if part)
+        return plain_result(result)
+
+
+def plain_result(result: Any) -> str:
+    """Return the message and the value of a result."""
+    fields = fields_of(result)
+    message, value = (plain(fields.get(name)) for name in ("message", "value"))
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "\n".join(str(part) for part in (message, value and shown) if part)

@@ -2,7 +2,7 @@
 
 The file is JSON lines, each with a seal that only this user can make. Lines are only added, so a
 message stays until it is delivered: the session's ``Message`` has its id. Two bytes are locked:
-one by whoever writes, the other by the process whose run accepts messages.
+one by the writing process, the other by the process whose run accepts messages.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Rewound:
     undone: tuple[Committed, ...]
     """What it undid in the history, newest first."""
     notes: tuple[str, ...]
-    """A sentence for each file that is not as it was then, such as one that someone has edited."""
+    """A sentence for each file that differs from then, for example because a person edited it."""
 
 
 def rewind_run(
