@@ -10,7 +10,9 @@ SERVERS := .venv-servers/.ready
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope
+# One process more than there are cores: tests wait for disks and other processes.
+PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 

@@ -591,7 +591,7 @@ class FakeTransaction:
     call = None
 
     def __init__(self, outer, view):
-        self.outer, self.ours = outer, view
+        self.outer, self.ours, self.views = outer, view, {}
 
     def view(self, target):
         return self.ours if target is self.outer else target
