@@ -507,16 +507,20 @@ def test_a_run_on_a_branch_has_the_files_of_the_branch(work: Work) -> None:
     assert (work.files.root / "a").read_text() == "main\n"
 
 
-def test_a_run_whose_branch_is_gone_says_so(work: Work) -> None:
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+def test_a_run_whose_branch_is_gone_says_so(work: Work, is_open: bool) -> None:
     with (
         Branch.create(work.files.root, "try") as branch,
         begin_run(work.files.store, {"kind": "hosted", "branch": "try"}) as saved,
     ):
         tools = ToolRegistry([], workspace=branch, session=saved.session)
         tools.execute(run_world_tool("write"), {"name": "a", "text": "x"})
+    page = page_of(work, saved.path.stem)
+    if is_open:
+        assert page()["note"] == ""
     drop_branch(work.files.root, "try")
 
-    view = page_of(work, saved.path.stem)()
+    view = page()
 
     assert "branch try, which is gone" in view["note"]
     assert [(row["before"], row["after"]) for row in view["calls"]] == [(-1, -1)]

@@ -252,6 +252,45 @@ def test_a_rollback_that_fails_anywhere_is_finished_when_the_workspace_is_opened
     pytest.fail("more than 300 system calls")
 
 
+def test_a_rollback_that_is_not_finished_is_not_forgotten_by_later_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What programs changed in the failed call is undone after a kill, too."""
+    for instant in range(1, 300):
+        root = fill(tmp_path / str(instant) / "work")
+        before = look(root)
+        child = os.fork()
+        if not child:
+            try:
+                fail_to_roll_back(root, monkeypatch, instant)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        with HostFilesystem(root):
+            pass
+        assert contents(look(root)) == contents(before), f"not undone after a failure at {instant}"
+        if not (root.parent / "failed").exists():
+            return
+    pytest.fail("more than 300 system calls")
+
+
+def fail_to_roll_back(root: Path, patch: pytest.MonkeyPatch, instant: int) -> None:
+    fs = HostFilesystem(root)
+    failing = Failing(patch, ("chmod", "fchmod", "pwrite", "rename", "replace", "utime"))
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.write("a.txt", "by the call")
+        view.expect_external()
+        (root / "b.txt").write_text("by a program")
+        (root / "new").write_text("by a program")
+        view.write("one", "by the call")
+        failing.start(instant, errno.EIO, stays=True)
+        refusal(lambda: fs.discard(view))
+    if failing.failed:
+        (root.parent / "failed").touch()
+    refusal(lambda: fs.mkdir("dir"))  # is there already
+
+
 # A disk that is really full
 
 

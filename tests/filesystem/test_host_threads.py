@@ -43,3 +43,20 @@ def test_threads_that_list_the_root_at_once_each_see_every_name(tmp_path: Path, 
             seen = [future.result() for future in [threads.submit(look) for _ in range(THREADS)]]
 
     assert seen == [{names}] * THREADS
+
+
+def test_a_write_waits_for_a_merge_in_another_thread(tmp_path: Path):
+    (tmp_path / "root").mkdir()
+    with HostFilesystem(tmp_path / "root") as fs, ThreadPoolExecutor() as pool:
+        for number in range(5):
+            view = fs.fork()
+            for name in range(100):
+                view.write(f"{number}/{name}", "merged")
+            merging = pool.submit(fs.merge, view)
+            writes = 0
+            while not merging.done() or not writes:
+                fs.write(f"own-{number}", str(writes))
+                writes += 1
+            merging.result()
+
+        assert len(fs.glob("**/*")) == 5 * 101

@@ -98,3 +98,17 @@ def test_a_damaged_commit_is_left_out(files: HostFilesystem) -> None:
     entry.write_bytes(entry.read_bytes().replace(b'"a"', b'"c"'))
 
     assert [commit.call.serial for commit in versions_of(files).commits] == [2]
+
+
+@pytest.mark.parametrize("deleted", ["a", "b"])
+def test_an_export_links_names_of_which_one_was_deleted_later(
+    files: HostFilesystem, tmp_path: Path, deleted: str
+) -> None:
+    (files.root / "a").write_text("one file")
+    os.link(files.root / "a", files.root / "b")
+    files.write("c", "x")
+    files.delete(deleted)
+
+    WorkspaceHistory(files.root).files_at(1).export(tmp_path / "then")
+
+    assert (tmp_path / "then/a").samefile(tmp_path / "then/b")

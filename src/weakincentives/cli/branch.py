@@ -380,6 +380,8 @@ def _merge(branch: Branch, directory: Path, prefer: Prefer | None) -> tuple[str,
             return branch.merge_into(files, prefer=prefer)
     except MergeConflict as error:  # changed at this very moment
         raise Misuse(f"nothing was merged: {error}") from error
+    except WorkspaceLocked as error:  # since it was opened
+        raise InUse(error, str(directory)) from error
 
 
 def _preference(given: str | None) -> Prefer | None:

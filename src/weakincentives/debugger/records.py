@@ -523,6 +523,8 @@ class RunCalls:
         """Return how many known calls had ended before anything began that is new."""
         if known.records is not self.records or known.state[0] != self.state[0]:
             return 0
+        if known.branch != self.branch:  # it was dropped, or has just been made
+            return 0
         count = len(known.placed)
         last = known.placed[-1].call.number if count else 0
         new = [(each.call_id, each.time) for each in self.records.run.calls(last)]
@@ -613,7 +615,7 @@ def _state(
 ) -> tuple[int, int, tuple[_Seen, ...]]:
     """Return what differs as soon as there are new calls or commits."""
     seen = (
-        (len(versions.commits), versions.commits[-1:], commits.undone)
+        (commits.count, versions.commits[: commits.count][-1:], commits.undone)
         for versions, commits in histories.values()
     )
     return records.rewritten, len(records.notes), tuple(seen)

@@ -83,8 +83,6 @@ class _History:
     lock: threading.Lock = field(default_factory=threading.Lock)
     versions: Versions | None = None
     commits: Commits = field(default_factory=Commits)
-    count: int = 0
-    """How many commits of ``versions`` are in ``commits``."""
 
 
 class Views:
@@ -429,14 +427,12 @@ class Views:
                 if not isinstance(last, BranchVersions) or last.info != info:
                     last = last if isinstance(last, BranchVersions) else None
                     known.versions = BranchVersions(self.path, info, last)
-                    known.commits, known.count = Commits(), 0
+                    known.commits = Commits()
             versions = known.versions
             if versions is None:
                 versions = known.versions = WorkspaceVersions(WorkspaceHistory(self.path))
             versions.refresh()
-            added = versions.commits[known.count :]
-            known.commits.extend(each.call for each in added)
-            known.count += len(added)
+            known.commits.extend(each.call for each in versions.commits[known.commits.count :])
             return History(versions, known.commits)
 
     def _commits(self, joined: RunCalls, after: int) -> list[Json]:

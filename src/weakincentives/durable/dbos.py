@@ -384,8 +384,9 @@ class Worker:
                 self.runs.leave(each.name)
 
     def _beat(self) -> None:
-        while not self._has_left.wait(self.lease / 5):
+        while not self._has_left.is_set():
             self._try(lambda: self.runs.beat(self.name, self.machine))
+            self._has_left.wait(self.lease / 5)
 
     def _leave(self) -> None:
         """Wait for the steps in progress, and hand over what we have."""

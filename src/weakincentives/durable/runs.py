@@ -111,7 +111,8 @@ class Runs:
         self._patience = patience
         # Ids sort by their bytes, whatever the language of the database: prefixes are ranges.
         collation = ' COLLATE "C"' if database.is_postgres else ""
-        prepare_tables(database, "runs", [[each.format(C=collation) for each in _TABLES]])
+        tables = [each.format(C=collation) for each in _TABLES]
+        prepare_tables(database, "runs", [tables], patience=patience)
 
     # Runs
 

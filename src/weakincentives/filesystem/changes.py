@@ -98,7 +98,7 @@ class Changes:
         self._contents: dict[str, bytes] = {}
         """Their contents by digest, as far as they are small."""
         self._kept = 0
-        self._has_programs = False
+        self.has_programs = False
         """Whether other programs change files in this transaction."""
         self._safe_until = 0
         """How many records have all their saved files in the store."""
@@ -263,7 +263,7 @@ class Changes:
         ``index`` identifies the list of what was there before.
         """
         self._append(Record(op="external", data={"index": index}))
-        self._has_programs = True
+        self.has_programs = True
 
     # Savepoints and the end
 
@@ -417,7 +417,7 @@ class Changes:
                 known is not None
                 and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns)
                 and stat.S_ISREG(status.st_mode)
-                and not self._has_programs
+                and not self.has_programs
             ):
                 left[parts] = Entry.of(status, known.digest, xattrs)
                 continue
@@ -860,7 +860,7 @@ class Changes:
         """Undo all but the first ``index`` records, newest first."""
         if restore is None:
             restore = Restore(
-                self.tree, self.store, self.scratches, self._has_programs, tolerant=tolerant
+                self.tree, self.store, self.scratches, self.has_programs, tolerant=tolerant
             )
         self._forget()
         self._safe_until = min(self._safe_until, index)
@@ -900,10 +900,8 @@ class Changes:
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
         begun = next((record.data for record in records if record.op == "external"), None)
-        self._has_programs = begun is not None
-        restore = Restore(
-            self.tree, self.store, self.scratches, self._has_programs, recovering=True
-        )
+        self.has_programs = begun is not None
+        restore = Restore(self.tree, self.store, self.scratches, self.has_programs, recovering=True)
         for record in records:
             restore.expect(record)
         self.records = list(records)

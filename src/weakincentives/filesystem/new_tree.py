@@ -20,8 +20,8 @@ class NewTree:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._directories: list[tuple[Parts, Entry]] = []
-        self._firsts: dict[File, Parts] = {}
-        """A name of each hard-linked file."""
+        self._firsts: dict[File, tuple[Parts, int]] = {}
+        """The first name of each file, and how many it had."""
         self._names: list[tuple[Parts, Parts]] = []
 
     def add(self, parts: Parts, entry: Entry) -> bool:
@@ -30,12 +30,13 @@ class NewTree:
         The caller creates a file itself, or leaves it out.
         """
         file = (entry.device, entry.ino)
-        is_linked = entry.links > 1 and not entry.is_directory
-        if is_linked and file in self._firsts:
-            self._names.append((self._firsts[file], parts))
+        first, links = self._firsts.get(file, (None, 0))
+        # If other names were deleted since, the one that is left has a single link.
+        if first is not None and max(links, entry.links) > 1:
+            self._names.append((first, parts))
             return True
-        if is_linked and (entry.kind in ("file", "link") or entry.pipe):
-            self._firsts[file] = parts
+        if entry.ino and (entry.kind in ("file", "link") or entry.pipe):
+            self._firsts[file] = (parts, entry.links)
         if parts or not entry.is_directory:
             with self._tree.parent(parts) as above:
                 if not create(above, parts[-1] if parts else ".", entry):
@@ -63,12 +64,13 @@ def new_directory(target: Path) -> Generator[tuple[Path, int]]:
     It is removed on failure. What killed processes have left is removed first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for name in os.listdir(target.parent):
-        if name.startswith(_prefix(target)):
-            place = target.with_name(name)
-            with contextlib.suppress(OSError), Held(os.open(place, _DIRECTORY)) as fd:
-                if _lock(fd):
-                    remove_tree(place)
+    with contextlib.suppress(PermissionError):  # a parent that can be written, but not listed
+        for name in os.listdir(target.parent):
+            if name.startswith(_prefix(target)):
+                place = target.with_name(name)
+                with contextlib.suppress(OSError), Held(os.open(place, _DIRECTORY)) as fd:
+                    if _lock(fd):
+                        remove_tree(place)
     staged, fd = _locked_directory(target)
     try:
         without_default_acl(staged)

@@ -278,7 +278,7 @@ class Manifest:
         """Yield what differs of a directory and of the files in it; add the rest to ``pending``."""
         differs = not _agrees(status, self.pack.rows.get(parts))
         try:
-            held = tree.directory(parts)
+            held = tree.listing(parts)
         except PermissionError:  # not readable: what is in it is as it was
             if differs:
                 yield _Spot(parts, status)

@@ -95,7 +95,14 @@ class Tree:
     # Opening
 
     def directory(self, parts: Parts) -> Held:
-        """Return a new descriptor of a directory: its position is not shared."""
+        """Return a directory's descriptor, to be held in a ``with`` block.
+
+        For the root that is ours: it works even if the root can no longer be opened.
+        """
+        return Held(self._open(parts, _OPEN_DIRECTORY)) if parts else self._root
+
+    def listing(self, parts: Parts) -> Held:
+        """Return a new descriptor, to read names with: its position is not shared."""
         return Held(self._open(parts, _OPEN_DIRECTORY))
 
     def parent(self, parts: Parts) -> Held:
@@ -175,12 +182,12 @@ class Tree:
             os.close(fd)
 
     def names(self, parts: Parts) -> list[str]:
-        with self.directory(parts) as fd:
+        with self.listing(parts) as fd:
             return os.listdir(fd)
 
     def scan(self, parts: Parts) -> list[tuple[str, os.stat_result]]:
         """Return name and status of everything in a directory; what vanishes is skipped."""
-        with self.directory(parts) as fd:
+        with self.listing(parts) as fd:
             found: list[tuple[str, os.stat_result]] = []
             for name in os.listdir(fd):
                 with contextlib.suppress(FileNotFoundError):
@@ -192,7 +199,7 @@ class Tree:
 
         Needs no status per name where the directory itself has the types.
         """
-        with self.directory(parts) as fd, os.scandir(fd) as entries:
+        with self.listing(parts) as fd, os.scandir(fd) as entries:
             return [(entry.name, _kind_of(entry)) for entry in entries]
 
     # Resolving

@@ -190,7 +190,9 @@ class Workspace:
             )
         is_ours = self.gate.holder == threading.get_ident()
         with contextlib.nullcontext() if is_ours else self.gate:
-            if self.in_place is not None:
+            with self.lock:  # a merge works in place as well, without the gate
+                is_busy = self.in_place is not None
+            if is_busy:
                 raise FilesystemError(
                     "A call is working in place on this directory. Try again when it has ended"
                 )
@@ -240,11 +242,11 @@ class Workspace:
             self.check_held()
             if self.in_place is not changes:
                 raise ViewClosed(_OVERTAKEN)
-        if self.expects_programs:
+        if changes.has_programs:
             self.external.settle(changes, last=True)
             self.check_found(changes.since(None))
         serial = changes.commit(call, undoes, redo)
-        self._end_in_place()
+        self._end_in_place(changes)
         self._committed(serial)
 
     def roll_back(self, changes: Changes) -> tuple[str, ...]:
@@ -264,9 +266,9 @@ class Workspace:
                 " directory is next opened",
             )
             logger.error("%s", told[0])
-            self._end_in_place(undone=False)
+            self._end_in_place(changes, undone=False)
             return told
-        self._end_in_place(undone=not changes.is_stuck)
+        self._end_in_place(changes, undone=not changes.is_stuck)
         return told
 
     def _roll_back_later(self, changes: Changes) -> None:
@@ -274,7 +276,7 @@ class Workspace:
             changes.roll_back()
         if changes.is_stuck:
             raise OSError(errno.EIO, "what an earlier call changed could not be undone")
-        self.external.end()
+        self._end_programs()
 
     @contextlib.contextmanager
     def undoing(self, changes: Changes) -> Generator[None]:
@@ -283,14 +285,18 @@ class Workspace:
             yield
         self._go_back_to(len(changes.records), "what this view was forked from was undone")
 
-    def _end_in_place(self, *, undone: bool = True) -> None:
-        if undone and self.expects_programs:
-            self.external.end()
-            self.expects_programs = False
+    def _end_in_place(self, changes: Changes, *, undone: bool = True) -> None:
+        # Programs of an earlier call stay expected until its rollback is finished.
+        if undone and changes.has_programs:
+            self._end_programs()
         self.in_place = None
         if len(self._stages) > 1:
             self._go_back_to(0, "the call that this view was forked from has ended")
         self._stages = []
+
+    def _end_programs(self) -> None:
+        self.external.end()
+        self.expects_programs = False
 
     def check_found(self, records: list[Record]) -> None:
         try:

@@ -231,7 +231,7 @@ def adopt(tool: Any, **options: Any) -> AnyTool:
         try:
             return ToolResult.ok(_recordable(tool(**params)))
         except Exception as error:
-            raise _understood(error) from error
+            _raise_understood(error)
 
     inputs = cast("dict[str, Schema]", tool.inputs)
     schema = {
@@ -253,12 +253,12 @@ def _json_schema(node: Schema) -> Schema:
     return shown
 
 
-def _understood(error: Exception) -> Exception:
-    """Return an exception of a smolagents tool, worded for the model."""
+def _raise_understood(error: Exception) -> NoReturn:
+    """Raise an exception of a smolagents tool, worded for the model."""
     if isinstance(error, (Suspended, ToolValidationError)):
-        return error
+        raise error
     text = str(error) if isinstance(error, AgentError) else f"{type(error).__name__}: {error}"
-    return ToolValidationError(text)
+    raise ToolValidationError(text) from error
 
 
 def _recordable(value: Any) -> Any:
@@ -290,7 +290,7 @@ class _Work(OwnWork):
         return self._run(edited)
 
     def failed(self, error: Exception) -> AnyResult:
-        raise _understood(error) from error
+        _raise_understood(error)
 
     def recorded(self, value: Any) -> AnyResult:
         return ToolResult.ok(truncate_content(str(value)))
@@ -372,7 +372,7 @@ class WinkExecutor(LocalPythonExecutor):
         self.state = _Variables(self.state)
         self._seconds = timeout_seconds
         self._copies = copy_values
-        self._reaches = options.get("reaches") or self.bridge.reaches
+        self._reaches = options.get("reaches") or {}
         self._given: Mapping[str, Any] = {}
         self._cell: _Cell | None = None
         writes_files = bool(additional_authorized_imports or additional_functions)

@@ -470,12 +470,16 @@ class Commits:
 
     def extend(self, added: Iterable[Committed]) -> None:
         """Add new commits; costs only those, unless they undo something."""
-        start = len(self._history)
-        self._history += added
-        for each in self._history[start:]:
+        added = list(added)
+        for each in added:
             self.by_call.setdefault(each.call_id, []).append(each)
-        if any(each.undoes or each.call_id in self.undone for each in self._history[start:]):
+        self._history += added  # another thread counts only commits that it can find
+        if any(each.undoes or each.call_id in self.undone for each in added):
             self.undone = self.by_call.keys() - not_undone(self._history)
+
+    @property
+    def count(self) -> int:
+        return len(self._history)
 
 
 def join(call: Call, histories: Mapping[str, Commits]) -> None:

@@ -895,6 +895,12 @@ def test_what_cannot_be_is_refused():
         SandboxLimits(memory=0)
 
 
+@pytest.mark.parametrize("memory", [None, "512 MiB"])
+def test_a_limit_that_is_no_number_is_refused_where_it_is_set(memory: object):
+    with pytest.raises(TypeError):
+        SandboxLimits(memory=memory)  # type: ignore[arg-type]  # pyright: ignore
+
+
 def test_root_is_refused_where_nothing_would_limit_it(monkeypatch: pytest.MonkeyPatch):
     from weakincentives.contrib.tools.sandbox import limits as sandbox_limits
 

@@ -42,10 +42,10 @@ class FileLimits:
 
 
 def check_positive(config: Any) -> None:
-    """Raise ValueError for a number among the fields of a dataclass that is not above zero."""
+    """Raise ValueError if a field whose default is a number is not above zero."""
     for each in fields(config):
         value = getattr(config, each.name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+        if type(each.default) in (int, float) and not value > 0:
             raise ValueError(f"{each.name} must be positive, got {value}")
 
 

@@ -217,7 +217,9 @@ def _close_all(idle: list[tuple[int, Any]]) -> None:
                 connection.close()
 
 
-def prepare_tables(database: Database, part: str, steps: Sequence[Sequence[str]]) -> None:
+def prepare_tables(
+    database: Database, part: str, steps: Sequence[Sequence[str]], *, patience: float = 60.0
+) -> None:
     """Apply the steps that the tables of a part lack; each is a list of SQL statements.
 
     Steps are never changed, only added: databases exist that have applied them.
@@ -250,4 +252,4 @@ def prepare_tables(database: Database, part: str, steps: Sequence[Sequence[str]]
                 len(steps),
             )
 
-    database.repeat(work)
+    database.repeat(work, patience=patience)
