@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +117,10 @@ def test_a_name_that_fits_no_run_or_several_is_refused(runs: Runs) -> None:
 
 
 def test_runs_are_listed_oldest_first_and_by_status(runs: Runs) -> None:
-    made = [runs.submit(str(number), about={}) for number in range(4)]
+    made: list[DurableRun] = []
+    for number in range(4):
+        made.append(runs.submit(str(number), about={}))
+        time.sleep(0.005)  # SQLite's clock has milliseconds
     runs.begin(made[1].id, 1, "w")
     runs.end(made[1].id, 1, "done", "the answer")
 

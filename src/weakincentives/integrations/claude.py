@@ -85,18 +85,21 @@ async def query(
     Each use of a tool is a call of ours: policies are asked first, a failed one is rolled back, and
     when the loop is left early, by a timeout or in any other way, the call under way is, too.
 
+    Ours, beside those of the SDK:
+
+    - ``workspace``: The directory that the agent works in; also its working directory.
+    - ``policies``: They govern our tools and the program's, whose names are in lower case here.
+    - ``tools``: Tools to add: ours, or the SDK's, which are adopted.
+    - ``run``: Names our run, to continue it. By default it goes with the SDK's session: resuming
+      that continues the run.
+    - ``approvals``: Answers to calls that were deferred, by the id in
+      ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call that
+      needs approval is deferred if its tool is in this process, and else denied.
+
     Args:
         prompt: As the SDK takes it. None with a resumed session continues with its deferred call.
         options: As the SDK takes them; your hooks, servers and permissions stay in force.
         transport: As the SDK takes it.
-        workspace: The directory that the agent works in; also its working directory.
-        policies: They govern our tools and the program's, whose names are in lower case here.
-        tools: Tools to add: ours, or the SDK's, which are adopted.
-        run: Names our run, to continue it. By default it goes with the SDK's session: resuming that
-            continues the run.
-        approvals: Answers to calls that were deferred, by the id in
-            ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call
-            that needs approval is deferred if its tool is in this process, and else denied.
     """
     agent = _Agent(options, _title(prompt), **ours)
     try:
