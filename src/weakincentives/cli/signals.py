@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -37,6 +36,7 @@ def handled_at_once() -> Generator[None]:
         runs += 1
 
     def watch() -> None:
+        pause = threading.Event()
         while numbers := os.read(reading, 512):
             if set(numbers) == {nudge}:
                 continue
@@ -45,7 +45,7 @@ def handled_at_once() -> Generator[None]:
                 before = runs
                 while runs == before and not is_over:
                     signal.pthread_kill(main, nudge)
-                    time.sleep(_AGAIN)
+                    pause.wait(_AGAIN)
         os.close(reading)
 
     handler = signal.signal(nudge, ran)
