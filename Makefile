@@ -10,6 +10,8 @@ SERVERS := .venv-servers/.ready
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
+# Else each of the thousand interpreters that the tests start would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # One process more than there are cores: tests wait for disks and other processes.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope

@@ -17,12 +17,12 @@ import pytest
 from trees import Seen, look
 from trees import elsewhere as another_filesystem
 
+from chance import STRIDE
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
 
 pytestmark = pytest.mark.sampled
 
-STRIDE = 1 if os.environ.get("WINK_HEAVY") else 3
 """Every system call may fail; a quick run tries each third."""
 
 ROOT = os.geteuid() == 0 if hasattr(os, "geteuid") else False
