@@ -52,10 +52,10 @@ def run(program: Sequence[str | Path], injection: Injection | None = None) -> in
     return _traced(program, injection)[0]
 
 
-def injections(program: Sequence[str | Path], *what: str) -> list[Injection]:
-    """Return injections for each modifying system call that the program makes."""
-    code, trace = _traced(program, None)
-    assert code == 0
+def injections(program: Sequence[str | Path], *what: str, code: int = 0) -> list[Injection]:
+    """Return injections for each modifying system call of a program that ends with a code."""
+    ended, trace = _traced(program, None)
+    assert ended == code
     return [Injection(*call, each) for call in sorted(_modifying_calls(trace)) for each in what]
 
 

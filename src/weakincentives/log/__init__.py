@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weakincentives.log.algebra import inverted as inverted
     from weakincentives.log.algebra import merge as merge
     from weakincentives.log.algebra import state_at as state_at
+    from weakincentives.log.database import Log as Log
     from weakincentives.log.operation import CallRecord as CallRecord
     from weakincentives.log.operation import Change as Change
     from weakincentives.log.operation import Entry as Entry
