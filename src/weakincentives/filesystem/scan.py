@@ -669,7 +669,7 @@ def _reserve(store: Store) -> Path:
 
 
 def _empty_reserve(store: Store) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # it only frees space: the next one tries again
         os.truncate(_reserve(store), 0)
 
 
