@@ -13,6 +13,11 @@ install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||)
 # One process more than there are cores: tests wait for disks and other processes.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
+# Only `make torture` takes a new seed each time; SECONDS is shared by its five parts.
+torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
+random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
+share = $(if $(SECONDS),$(shell expr $(SECONDS) / 5))
+limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
@@ -27,12 +32,13 @@ test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 $(PYTEST)
 
-torture: $(READY)  ## Kill a working process for SECONDS=600 (a failure names its SEED= to repeat it), then 1,000 random examples of every property, 10,000 of histories with branches and kills, 1,000 runs of 8 agents, 1,000 kills between commit and save, and KILLS=1000 of workers.
-	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
-	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST) --dist load -m hypothesis
-	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
-	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
-	WINK_HEAVY=1 WINK_TORTURE=$(or $(KILLS),1000) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py
+torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a working process, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 ends all that in time.
+	@echo 'make torture SEED=$(SEED) repeats this'
+	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py
+	$(random) $(limit) $(PYTEST) --dist load -m hypothesis
+	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
+	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
+	WINK_TORTURE=1000 $(random) $(limit) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py
 
 integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our integration, in an environment of its own. ONLY=langchain for one.
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from sybil import Sybil
@@ -65,10 +66,41 @@ def _in_one_process(nodeid: str) -> str:
     return path if path.endswith((".md", *SLOW_SETUP)) else ""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Always run the tests in the same order; `make torture` gives another seed."""
+    if getattr(config.option, "randomly_seed", None) == "default":
+        config.option.randomly_seed = int(os.environ.get("WINK_SEED") or 0)
+
+
+class StartsElsewhere(pytest.Dir):
+    """A directory whose files each process collects from another one on.
+
+    Compiling the tests takes longer than importing them. Together the processes compile each file
+    once, and find most of what the others have compiled.
+    """
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        found = list(super().collect())
+        process = getattr(self.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+        start = int(process["workerid"].removeprefix("gw")) * len(found) // process["workercount"]
+        return found[start:] + found[:start]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir:
+    return StartsElsewhere.from_parent(parent, path=path)
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_put_in_one_order(items: list[pytest.Item]) -> None:
+    """Give all processes the same order, which xdist demands."""
+    items.sort(key=lambda item: str(item.path))
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """Balance the processes by test: one file can hold a minute of work."""
-    return ByTest(config, log)
+    return ByTest(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, core, settings
 
+from chance import HAS_LIMIT, THOROUGH, dice, is_time_left
 from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 from postgres import Postgres, started_postgres
 
@@ -25,24 +26,26 @@ for _number, _handler in (
 
 # Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
 os.umask(0o022)
-_SETTINGS = ("WINK_HEAVY", "WINK_INTEGRATION", "WINK_THOROUGH", "WINK_TORTURE", "WINK_SEED")
+_SETTINGS = ("HEAVY", "INTEGRATION", "SEED", "TEST_SHOWN", "THOROUGH", "TORTURE", "UNTIL")
 for _name in list(os.environ):
-    _of_the_tests = _name in _SETTINGS
+    _of_the_tests = _name.removeprefix("WINK_") in _SETTINGS
     if _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE") or (
         _name.startswith("WINK_") and not _of_the_tests
     ):
         del os.environ[_name]
 
-# Shared machines stall, so no example has a deadline. CI always tries the same examples, because it
-# says whether a change is sound; everyone else tries new ones.
+# Shared machines stall, so no example has a deadline. The examples are always the same, because the
+# tests say whether a change is sound; `make torture` tries new ones.
 EXAMPLES = {"make torture": 1000, "make test-all": 100, "make test": 30}
 _command = "make test-all" if os.environ.get("WINK_HEAVY") else "make test"
+if THOROUGH and not HAS_LIMIT:
+    _command = "make torture"
 settings.register_profile(
     "wink",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    max_examples=EXAMPLES["make torture" if os.environ.get("WINK_THOROUGH") else _command],
-    derandomize="CI" in os.environ,
+    max_examples=EXAMPLES[_command],
+    derandomize=not THOROUGH,
 )
 settings.load_profile("wink")
 
@@ -50,20 +53,32 @@ SAMPLED = 5
 """Where a test has many similar cases, `make test` runs one in so many of them."""
 
 
+def pytest_report_header() -> str | None:
+    if os.environ.get("WINK_HEAVY"):
+        return None
+    return "heavy tests, and most cases of sampled ones, are left out: `make test-all` runs them"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("WINK_HEAVY"):
         return
-    skip = pytest.mark.skip(reason="heavy: run `make test-all`")
     cases: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda each: each.nodeid):
-        if "heavy" in item.keywords:
-            item.add_marker(skip)
-        elif "sampled" in item.keywords:
+        if "sampled" in item.keywords:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for item in items if "heavy" in item.keywords}
     for found in cases.values():
-        for number, item in enumerate(found):
-            if number % SAMPLED and len(found) > SAMPLED:
-                item.add_marker(skip)
+        if len(found) > SAMPLED:
+            left_out.update(each for number, each in enumerate(found) if number % SAMPLED)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=sorted(left_out, key=lambda each: each.nodeid))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not is_time_left():
+        pytest.skip("the time of `make torture` is over")
+    if THOROUGH:
+        core.global_force_seed = dice(item.nodeid).getrandbits(64)
 
 
 def pytest_collection_finish() -> None:

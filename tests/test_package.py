@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import weakincentives
+from archives import unpack
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weakincentives"
@@ -116,8 +116,7 @@ def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, as a person unpacks it."""
     folder = tmp_path_factory.mktemp("sdist")
     (archive,) = built.glob("*.tar.gz")
-    with tarfile.open(archive) as sources:
-        sources.extractall(folder, filter="data")
+    unpack(archive, folder)
     return next(folder.iterdir())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Done, Wink
+from commands import Done, Wink, approve
 from terminal import WINK, Terminal, wink
 from tests.adapters.wire import WireServer
 
@@ -214,6 +214,29 @@ def test_a_model_that_does_not_answer_is_interrupted(project: Path):
 
     texts = [message.text for message in asked if message.role != "tool"]
     assert texts == ["hello?", "are you there?", "", "Here I am.", "bye"]
+
+
+def test_a_signal_that_reaches_another_thread_interrupts_a_turn_that_waits(project: Path):
+    """In the second turn, too: the prompt between them listens for signals itself."""
+    (project / "mine.py").write_text(
+        "import signal, threading, time\nimport weakincentives as wink\n"
+        "def send():\n"
+        "    time.sleep(0.3)\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "@wink.tool(reach='reversible')\n"
+        "def wait(*, context: wink.ToolContext) -> str:\n    '''Wait.'''\n"
+        "    threading.Thread(target=send).start()\n"
+        "    time.sleep(600)\n"
+    )
+    (project / "wink.toml").write_text('sections = ["mine.py:wait"]\n')
+    approve(project)
+    with chatting(project, [{"call": ["wait"]}, {"call": ["wait"]}]) as terminal:
+        terminal.wait_for("Ctrl-D quits.")
+        for number in (1, 2):
+            terminal.send("wait\r")
+            terminal.wait_for("interrupted: 1 turn", timeout=60, times=number)
+        terminal.send("\x04")
+        assert terminal.end() == 0
 
 
 # Without a terminal

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
 from terminal import wink
+
+from archives import unpack
 
 STORES = sorted((Path(__file__).parent / "data").glob("store-*.tar.xz"))
 """Each holds the directory `work` and its store: one finished run, and one cut off by its limit."""
@@ -15,8 +16,7 @@ STORES = sorted((Path(__file__).parent / "data").glob("store-*.tar.xz"))
 
 @pytest.mark.parametrize("store", STORES, ids=lambda path: path.name.partition(".")[0])
 def test_a_store_of_an_earlier_version_still_serves(store: Path, tmp_path: Path):
-    with tarfile.open(store) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(store, tmp_path)
     work = tmp_path / "work"
 
     def run(*arguments: str) -> str:

@@ -838,6 +838,25 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_behind(
     assert runs_of(project) == ()
 
 
+def test_a_signal_that_reaches_another_thread_stops_a_run_that_waits(project: Path):
+    """It does not interrupt what the main thread waits for; nor does one just before the wait."""
+    (project / "mine.py").write_text(
+        "import signal, threading, time\n"
+        "def send():\n"
+        "    time.sleep(0.3)\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+        "threading.Thread(target=send).start()\n"
+        "time.sleep(600)\n"
+    )
+    (project / "wink.toml").write_text('sections = ["mine.py:tools"]\n')
+    approve(project)
+    with terminal_run(project, ["Hello."]) as terminal:
+        assert terminal.end(timeout=60) == 143, terminal.text
+
+    assert "wink: interrupted" in terminal.text
+    assert runs_of(project) == ()
+
+
 def test_two_signals_at_once_are_one(project: Path, long_run: str):
     """As `timeout` and `make` pass one on twice: the second does not cut the clean end short."""
     with Terminal(

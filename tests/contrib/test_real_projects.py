@@ -12,13 +12,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from archives import unpack
 from weakincentives.adapters import ScriptedAdapter
 from weakincentives.adapters.scripted import calls
 from weakincentives.cli.config import load_settings
@@ -59,15 +59,14 @@ def unpacked(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pa
     assert cache is not None
     archives = cache.mkdir("real-projects")
 
-    def unpack(archive: str, *download: str) -> Path:
+    def unpacked(archive: str, *download: str) -> Path:
         if not (archives / archive).exists():
             fetch(*download, cwd=archives)
-        with tarfile.open(archives / archive) as file:
-            file.extractall(tmp_path, filter="data")
+        unpack(archives / archive, tmp_path)
         [root] = tmp_path.iterdir()
         return root.rename(tmp_path / "project")
 
-    return unpack
+    return unpacked
 
 
 def sdist(name: str, version: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ import pytest
 from fleet import counting_service
 from torture_world import BASE, Done, Turns, Where, expected, is_approved, script
 
+from chance import SEED, is_time_left
 from postgres import Postgres
 from weakincentives.durable.host import LOCAL, BranchLines
 from weakincentives.durable.objects import LocalObjects
@@ -41,7 +42,6 @@ pytestmark = pytest.mark.heavy
 
 CHILD = Path(__file__).with_name("torture_child.py")
 KILLS = int(float(os.environ.get("WINK_TORTURE") or 0)) or 20
-SEED = int(os.environ.get("WINK_SEED") or 0) or random.randrange(1, 10**6)
 LEASE = 3.0
 WORKERS = 4
 IN_FLIGHT = 12
@@ -261,7 +261,7 @@ class Torture:
         for _ in range(WORKERS):
             machinery.start()
         began, reported = time.monotonic(), 0
-        while machinery.seen["kills"] < kills or len(work.turns) < runs:
+        while (machinery.seen["kills"] < kills or len(work.turns) < runs) and is_time_left():
             work.look()
             while len(work.open) < IN_FLIGHT:
                 work.submit()

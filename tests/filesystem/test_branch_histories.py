@@ -20,10 +20,11 @@ from pathlib import Path
 import branch_child
 import pytest
 from branch_child import Change, Deed, processes
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from killed_child import Death
 
+from chance import THOROUGH
 from weakincentives.errors import MergeConflict, UndoRefused
 from weakincentives.filesystem import (
     Branch,
@@ -34,7 +35,7 @@ from weakincentives.filesystem import (
 )
 
 # In `make torture` 10,000 histories with kills, in parts that run at once.
-PARTS = 10 if os.environ.get("WINK_THOROUGH") else 1
+PARTS = 10 if THOROUGH else 1
 
 PATHS = ("a", "b", "d/a", "d/b", "e/f/a")
 NAMES = ("x", "y")
@@ -432,7 +433,6 @@ def test_every_state_equals_the_model_and_nothing_of_the_person_is_lost(steps: S
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("part", range(PARTS))
-@settings(derandomize="CI" in os.environ and PARTS == 1)
 @given(steps=st.lists(st.one_of(*STEPS, KILLS, KILLS), min_size=4, max_size=25))
 def test_so_it_is_when_processes_are_killed(part: int, steps: Steps) -> None:
     go_through(steps)

@@ -75,7 +75,9 @@ def root(tmp_path: Path) -> Iterator[Path]:
     (root / "a").write_text("a\n")
     yield root
     # Whatever a failed test has left: pytest's own cleaning up takes the whole test run down.
-    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+    left = list(tmp_path.iterdir())
+    subprocess.run(["chmod", "-R", "u+rwX", *left], check=True)  # an overlay's own directory
+    subprocess.run(["rm", "-rf", *left], check=True)
 
 
 def needs_overlay(fs: HostFilesystem) -> None:

@@ -27,6 +27,7 @@ import pytest
 from killed_child import Call, Death, Orders, Seen, Step, Tree, build, fill, look, plan
 from trees import elsewhere
 
+from chance import SEED
 from weakincentives.filesystem import HostFilesystem
 
 HEAVY = bool(os.environ.get("WINK_HEAVY"))
@@ -283,13 +284,12 @@ if TORTURE:  # `make torture`: fresh seeds are for finding things, not for passi
 
     def test_torture():
         """Fresh seeds until the time is up; a failure names its seed and keeps its directory."""
-        given = os.environ.get("WINK_SEED")
-        end, kills = time.monotonic() + TORTURE, 0
+        end, kills, seed = time.monotonic() + TORTURE, 0, SEED
         while time.monotonic() < end:
-            seed = int(given) if given else random.SystemRandom().randrange(1 << 32)
             base = Path(tempfile.mkdtemp(prefix=f"wink-kill-{seed}-"))
             kills += survive(base, seed, 8)
             shutil.rmtree(base)
+            seed += 1
         show(f"{kills} kills survived")
 
 

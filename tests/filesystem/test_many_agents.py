@@ -19,11 +19,10 @@ import pytest
 from branch_child import Agent, processes
 from killed_child import Death
 
+from chance import SEED, THOROUGH
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
 
-THOROUGH = bool(os.environ.get("WINK_THOROUGH"))
-SEED = os.environ.get("WINK_SEED")
-SEEDS = [int(SEED)] if SEED else range(1000 if THOROUGH else 5)
+SEEDS = range(SEED, SEED + (1000 if THOROUGH else 5))
 AGENTS, TASKS, FILES = 8, 2, 4
 
 

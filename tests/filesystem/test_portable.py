@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import look, make_repository, plant, put, run_git
 
+from chance import SEED, THOROUGH, is_time_left
 from weakincentives.durable import LocalObjects
 from weakincentives.errors import (
     AlreadyExists,
@@ -621,9 +622,9 @@ def test_a_move_that_is_killed_at_any_instant_is_exact_in_the_end(
 def test_moves_that_are_killed_again_and_again_are_exact(tmp_path: Path) -> None:
     """A thousand times in `make torture`."""
     kills, turn = 0, 0
-    while kills < (1000 if os.environ.get("WINK_THOROUGH") else 60):
+    while kills < (1000 if THOROUGH else 60) and is_time_left():
         turn += 1
-        kills += _killed_until_done(tmp_path / str(turn), turn * 10_000)
+        kills += _killed_until_done(tmp_path / str(turn), SEED + turn * 10_000)
         shutil.rmtree(tmp_path / str(turn))
 
 

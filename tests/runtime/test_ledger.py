@@ -4,7 +4,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import signal
 import stat
 import subprocess
@@ -22,6 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import weakincentives as wink
+from chance import SEED, dice
 from weakincentives import locks
 from weakincentives.errors import WinkError
 from weakincentives.prompt import Effect
@@ -610,9 +610,8 @@ class Client:
 
 
 def kill_and_restart(path: Path, url: str, resolves: bool, kills: int, count: int) -> None:
-    seed = int(os.environ.get("WINK_SEED") or random.randrange(2**32))
-    print(f"seed {seed}")  # noqa: T201  # shown when it fails: WINK_SEED= repeats the moments
-    moments = random.Random(seed)
+    print(f"WINK_SEED={SEED}")  # noqa: T201  # shown when it fails: it repeats the moments
+    moments = dice(resolves, kills)
     client = Client(path, url, count, resolves)
     for _ in range(kills):
         client.run(kill_after=lambda: moments.uniform(0, 0.08))

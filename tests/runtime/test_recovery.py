@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,6 +20,7 @@ import pytest
 from ledger_service import serve
 
 import weakincentives as wink
+from chance import SEED, THOROUGH, dice, is_time_left
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Branch, Filesystem, HostFilesystem, Limits, branches_of
 from weakincentives.prompt import Effect, MarkdownSection, Prompt, PromptTemplate
@@ -40,14 +41,13 @@ HOWS = ("kill", "torn")
 TOOLS = ["write", "post", "left", "right", "both", "again", "shell", "asked"]
 OFTEN = 300
 """About so many system calls follow the handlers of a run; those of a kill are among them."""
-KILLS = 1000 if os.environ.get("WINK_THOROUGH") else 60 if os.environ.get("WINK_HEAVY") else 3
+KILLS = 1000 if THOROUGH else 60 if os.environ.get("WINK_HEAVY") else 3
 
 
-def some_of(places: range, every: int) -> range:
-    """Some of them, others each time; all of them in a thorough test."""
-    if os.environ.get("WINK_THOROUGH"):
-        return places
-    return places[random.SystemRandom().randrange(every) :: every]
+def some_of(places: range, every: int) -> Iterator[int]:
+    """Some of them; all of them in a thorough test, as far as there is time."""
+    chosen = places if THOROUGH else places[SEED % every :: every]
+    return itertools.takewhile(lambda _: is_time_left(), chosen)
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ def test_a_kill_at_any_system_call_leaves_all_of_a_call_or_nothing(
     (tmp_path / "whole/work").mkdir(parents=True)
     count = int(worker.run(tmp_path / "whole", "run", place).stdout.split()[1])
     assert 100 < count < OFTEN
+    chosen = dice(place)
     for at in some_of(range(1, count + 1), 4):
-        for how in HOWS if os.environ.get("WINK_THOROUGH") else [random.choice(HOWS)]:
+        for how in HOWS if THOROUGH else [chosen.choice(HOWS)]:
             hits = survive(tmp_path / f"{at}-{how}", worker, place, [(at, how)])
             assert hits or at > count * 0.9  # the count differs a little
 
@@ -156,17 +157,17 @@ def test_kills_at_random_system_calls_lose_nothing_and_repeat_nothing(
     worker: Worker, place: str, record_property
 ):
     """Also several in one run, and in the middle of what is redone."""
-    seed = int(os.environ.get("WINK_SEED") or random.SystemRandom().randrange(1 << 32))
-    dice, kills = random.Random(seed), 0
-    while kills < KILLS // len(PLACES):
+    chosen, kills = dice(place), 0
+    while kills < KILLS // len(PLACES) and is_time_left():
         planned = [
-            (dice.randint(1, OFTEN // 2), dice.choice(HOWS)) for _ in range(dice.randint(1, 4))
+            (chosen.randint(1, OFTEN // 2), chosen.choice(HOWS))
+            for _ in range(chosen.randint(1, 4))
         ]
         with tempfile.TemporaryDirectory() as folder:
             try:
                 kills += survive(Path(folder), worker, place, planned)
             except AssertionError as error:
-                raise AssertionError(f"WINK_SEED={seed}, {planned}: {error}") from error
+                raise AssertionError(f"WINK_SEED={SEED}, {planned}: {error}") from error
     record_property("kills", kills)
 
 

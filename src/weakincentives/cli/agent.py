@@ -29,6 +29,7 @@ from weakincentives.cli.config import Settings, save_rule
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
 from weakincentives.cli.question import Approver
 from weakincentives.cli.run import KIND, inbox_of
+from weakincentives.cli.signals import handled_at_once
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import (
     CallEnded,
@@ -537,7 +538,8 @@ def stopping(patience: float) -> Generator[Stop]:
     if before[signal.SIGHUP] is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, terminate)
     try:
-        yield stop
+        with handled_at_once():
+            yield stop
     finally:
         for number, handler in before.items():
             if stop.at is None:

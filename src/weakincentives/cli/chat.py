@@ -93,8 +93,10 @@ class Chat(AgentRun):
     def _talk(self, stop: Stop) -> Outcome:
         has_failed = is_leaving = False
         while stop.by == signal.SIGINT:
-            stop.at, stop.is_over = None, False
             try:
+                stop.at, stop.is_over = None, False
+                if is_leaving:  # here, where one more Ctrl-C quits already
+                    say("Ctrl-C again quits, and so does Ctrl-D")
                 said = self._later.pop(0) if self._later else self._input.read()
                 is_leaving = False
                 if said is None or said.strip() in ("/quit", "/exit"):
@@ -111,9 +113,7 @@ class Chat(AgentRun):
                     break
                 if is_leaving:
                     return "done"
-                if stop.by == signal.SIGINT:
-                    is_leaving = True
-                    say("Ctrl-C again quits, and so does Ctrl-D")
+                is_leaving = stop.by == signal.SIGINT
         return "interrupted"
 
     # A message
@@ -394,10 +394,13 @@ class _Typed:
     def read(self) -> str | None:
         """Return the next message; None at the end."""
         draft, self.draft = self.draft, ""
+        wakeup = signal.set_wakeup_fd(-1)  # the prompt's event loop uses it, and resets it
         try:
             return self._session.prompt("> ", default=draft)
         except EOFError:
             return None
+        finally:
+            signal.set_wakeup_fd(wakeup)
 
 
 def _bindings() -> Any:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -973,6 +974,33 @@ def test_a_disk_that_others_fill_is_not_held_against_a_command(
     assert watch(running) is None
     free = 400 * MIB
     assert watch(running) == "it wrote more than 32 MiB to the disk"
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_nor_is_it_where_there_is_no_overlay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: bool
+):
+    """Only what has changed in the workspace since the command began counts there."""
+    from weakincentives.contrib.tools.sandbox import limits as sandbox_limits
+
+    free = 1000 * MIB
+    monkeypatch.setattr(sandbox_limits, "_free", lambda place: free if reported else None)
+    monkeypatch.setattr(sandbox_limits, "LOOK", 0.0)
+    monkeypatch.setattr(sandbox_limits, "REST", 0.0)
+    monkeypatch.setattr(sandbox_limits, "COARSE", 0.0)
+    (tmp_path / "before").write_bytes(b"x" * 3 * MIB)
+    while time.time() <= (tmp_path / "before").stat().st_ctime:
+        time.sleep(0.01)
+    limits = replace(LIMITS, disk=2 * MIB)
+    watch = SandboxWatch(limits, places=[tmp_path], processes=False, workspace=tmp_path)
+    running = Running(os.getpid(), None)
+
+    free = 600 * MIB
+    assert watch(running) is None
+    (tmp_path / "new").write_bytes(b"x" * 3 * MIB)
+    assert watch(running) == "it wrote more than 2 MiB to the disk"
+    (tmp_path / "new").unlink()
+    assert watch(running) is None
 
 
 # An ordinary user

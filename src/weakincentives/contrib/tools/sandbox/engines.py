@@ -686,7 +686,12 @@ class Sandbox:
                 proxy=proxy,
             )
             launch = stack.enter_context(self.engine.wrapped(command))
-            watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=launch.watched)
+            watch = SandboxWatch(
+                self.limits,
+                places=(fs.store, fs.root),
+                processes=launch.watched,
+                workspace=fs.root,
+            )
             try:
                 result = fs.run(
                     launch.argv,

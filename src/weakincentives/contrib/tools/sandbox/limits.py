@@ -27,6 +27,9 @@ from weakincentives.filesystem.tree import files_below
 LOOK = 0.05
 REST = 5
 
+# Seconds by which the time of a change may lag behind the clock, on any filesystem.
+COARSE = 2.0
+
 # Processes around a command; they do not count towards its limit.
 WRAPPERS = 16
 
@@ -278,10 +281,20 @@ class SandboxWatch:
     Args:
         places: Directories on the filesystems that the command writes to.
         processes: Whether to watch its processes and their memory.
+        workspace: Where a command without a layer of its own writes.
     """
 
-    def __init__(self, limits: SandboxLimits, *, places: Sequence[Path], processes: bool) -> None:
+    def __init__(
+        self,
+        limits: SandboxLimits,
+        *,
+        places: Sequence[Path],
+        processes: bool,
+        workspace: Path | None = None,
+    ) -> None:
         self._limits = limits
+        self._workspace = workspace
+        self._since = SYSTEM_CLOCK.time() - COARSE
         self._processes = processes
         self._bytes = {place: _free(place) for place in places}
         self._files = {place: _free_files(place) for place in places}
@@ -299,9 +312,9 @@ class SandboxWatch:
 
     def _look(self, running: Running) -> str | None:
         limits = self._limits
-        if any(self._used(self._bytes, _free, limits.disk, running, _written, most_of_it=True)):
+        if any(self._used(self._bytes, _free, limits.disk, running, self._written, half=True)):
             return f"it wrote more than {binary_size(limits.disk)} to the disk"
-        if any(self._used(self._files, _free_files, limits.files, running, _made)):
+        if any(self._used(self._files, _free_files, limits.files, running, self._made)):
             return f"it created or changed more than {limits.files:,} files"
         if not self._processes or running.ended:
             return None
@@ -319,31 +332,44 @@ class SandboxWatch:
         free_at: Callable[[Path], int | None],
         limit: int,
         running: Running,
-        in_layer: Callable[[Path], Iterator[int]],
-        most_of_it: bool = False,
+        amounts: Callable[[Running], Iterator[int]],
+        half: bool = False,
     ) -> Iterator[bool]:
         """Tell for each filesystem whether the command has used more than the limit.
 
         Usually the free space shows that it has not. Other programs use the disk as well, so
-        otherwise the command's own layer is counted. Deleted files that are still open cannot be
-        counted: with ``most_of_it``, half of the free space is too much in any case. After the
-        command the layer is always counted: another program may have freed space at the same time.
+        otherwise its own files are counted. Deleted files that are still open cannot be counted:
+        with ``half``, half of the free space is too much in any case. After the command its layer
+        is always counted: another program may have freed space at the same time.
         """
-        layer = running.layer
-        is_final = running.ended and layer is not None
+        is_final = running.ended and running.layer is not None
         for place, before in known.items():
             free = free_at(place)
             if is_final or free is None or before is None:  # this filesystem does not report it
-                yield layer is not None and _exceeds(in_layer(layer), limit)
+                yield _exceeds(amounts(running), limit)
                 continue
             # Other programs may free space: that must not hide what the command writes.
             before = known[place] = max(before, free)
             used = before - free
             yield used > limit and (
-                layer is None
-                or (most_of_it and used > before // 2)
-                or _exceeds(in_layer(layer), limit)
+                (half and used > before // 2) or _exceeds(amounts(running), limit)
             )
+
+    def _written(self, running: Running) -> Iterator[int]:
+        """Yield the size of each file that the command wrote."""
+        return (status.st_blocks * 512 for status in self._files_of(running))
+
+    def _made(self, running: Running) -> Iterator[int]:
+        """Yield 1 for each file that the command created or changed."""
+        if running.layer is not None:
+            return _entries(running.layer)
+        return (1 for _ in self._files_of(running))
+
+    def _files_of(self, running: Running) -> Iterator[os.stat_result]:
+        if running.layer is not None:
+            return files_below(running.layer)
+        below = () if self._workspace is None else files_below(self._workspace)
+        return (status for status in below if status.st_ctime >= self._since)
 
 
 def _free(place: Path) -> int | None:
@@ -360,12 +386,7 @@ def _exceeds(amounts: Iterator[int], limit: int) -> bool:
     return any(total > limit for total in accumulate(amounts))
 
 
-def _written(layer: Path) -> Iterator[int]:
-    """Yield the size of each file in a layer."""
-    return (status.st_blocks * 512 for status in files_below(layer))
-
-
-def _made(layer: Path) -> Iterator[int]:
+def _entries(layer: Path) -> Iterator[int]:
     """Yield 1 for each entry of a layer that is not a whiteout."""
     pending = [str(layer)]
     while pending:
