@@ -660,16 +660,19 @@ class History(Past):
                 found.append((index, record.before, record.source))
         for index, entry, source in found:
             if entry.kind == "directory":
-                for parts, each in self.store.tree.walk((source.name,)):
-                    total += each.st_size
-                    if each.st_nlink > 1 and stat.S_ISREG(each.st_mode) and len(linked) < _LINKED:
-                        linked.append((source.name, "/".join(parts[1:]), each.st_ino))
+                total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
+                place, top = saved_at(records[index], self.store.tree, tree)
+                linked += [
+                    (source.name, "/".join(parts[len(top) :]), each.st_ino)
+                    for parts, each in place.walk(top)
+                    if each.st_nlink > 1 and stat.S_ISREG(each.st_mode)
+                ]
             elif entry.kind == "file" and entry.size <= limit:
                 digest = entry.digest or self._digest(source, entry.size)
                 total += 0 if digest in self.store.objects else entry.size
                 entry = entry._replace(digest=digest)
             entries[index] = entry
-        return entries, total, linked
+        return entries, total, linked[:_LINKED]
 
     def _digest(self, source: Source, size: int) -> str:
         own = source.path(self.store.path, size)
