@@ -533,6 +533,10 @@ class BranchHistory:
         """Return nothing: only its own calls change a branch."""
         return {}
 
+    def obstacles(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
+        """Return nothing, as ``changed_since``."""
+        return {}
+
     def files_at(self, serial: int) -> FilesAt:
         """Return the files after so many commits."""
         return FilesAt(self, serial, self.points[serial], self._tree)

@@ -639,8 +639,9 @@ class HostFilesystem(OnDisk):
     ) -> tuple[str, ...]:
         """Undo some calls and nothing else, all of them or none; that is itself in the history.
 
-        Returns a sentence for each thing that is not as it was before the calls, such as a
-        directory that now holds other files, too.
+        What someone has put into a directory that a call removed, replaced or moved away is left
+        alone, and the rest comes back around it. Returns a sentence for each thing that is not as
+        it was before the calls, such as that, or a directory that now holds other files, too.
 
         Args:
             calls: Their ids, or entries of the history: an id stands for its newest entry.
@@ -650,7 +651,7 @@ class HostFilesystem(OnDisk):
             call: The call that undoes them, for the history.
 
         Raises:
-            UndoRefused: Something has changed since these calls.
+            UndoRefused: Kind, mode, content or link text of a path has changed since these calls.
         """
         self._check_has_history()
         workspace = self._workspace
