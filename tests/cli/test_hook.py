@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from terminal import WINK, environment, wink
 from messages_server import serving
 from weakincentives.adapters import ModelTurn
 from weakincentives.call import ToolCall
+from weakincentives.filesystem import HostFilesystem
 
 
 @pytest.fixture
@@ -30,9 +32,12 @@ class Claude:
 
     def __init__(self, project: Path) -> None:
         self.project = project
+        self.turn = ""
 
     def tell(self, event: str, **more: Any) -> dict[str, Any]:
         told = {"session_id": "s1", "cwd": str(self.project), "hook_event_name": event, **more}
+        if self.turn:
+            told["prompt_id"] = self.turn
         done = wink("hook", "claude-code", cwd=self.project, stdin=json.dumps(told))
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout) if done.stdout else {}
@@ -41,10 +46,12 @@ class Claude:
         more = {"agent_id": agent} if agent else {}
         return self.tell("PreToolUse", tool_name=name, tool_use_id=use, tool_input=given, **more)
 
-    def after(self, use: str, name: str, answer: object = "ok", **given: str) -> dict[str, Any]:
-        return self.tell(
-            "PostToolUse", tool_name=name, tool_use_id=use, tool_input=given, tool_response=answer
-        )
+    def after(
+        self, use: str, name: str, answer: object = "ok", agent: str = "", **given: str
+    ) -> dict[str, Any]:
+        more = {"agent_id": agent} if agent else {}
+        told = {"tool_name": name, "tool_use_id": use, "tool_input": given, **more}
+        return self.tell("PostToolUse", tool_response=answer, **told)
 
 
 @pytest.fixture
@@ -126,19 +133,190 @@ def test_the_same_end_told_twice_is_one_call(claude: Claude, project: Path):
     assert calls(project) == [("bash", "committed", ["a.txt"])]
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_a_tool_without_an_end_leaves_nothing_to_the_next(
-    claude: Claude, project: Path, is_over: bool
+def test_after_the_end_of_a_turn_a_tool_without_an_end_has_no_part_in_the_next(
+    claude: Claude, project: Path
 ):
     claude.before("denied", "Bash", command="rm -r /")
-    if is_over:
-        claude.tell("Stop")
+    claude.tell("Stop")
     (project / "mine.txt").write_text("edited by the person\n")
     claude.before("u2", "Bash", command="make")
     (project / "a.txt").write_text("two\n")
     claude.after("u2", "Bash", command="make")
 
     assert calls(project) == [("bash", "committed", ["a.txt"])]
+
+
+@pytest.mark.parametrize("event", ["PreToolUse", "Stop", "SessionEnd"])
+def test_the_next_event_adopts_what_a_cancelled_tool_has_changed(
+    claude: Claude, project: Path, event: str
+):
+    claude.turn = "p1"
+    claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.turn = "p2"
+    if event == "PreToolUse":
+        claude.before("u2", "Bash", command="make")
+        (project / "a.txt").write_text("two\n")
+        claude.after("u2", "Bash", command="make")
+    else:
+        claude.tell(event)
+
+    found = calls(project)
+    assert found[0] == ("bash", "committed", ["mine.txt"])
+    assert found[1:] == [("bash", "committed", ["a.txt"])] * (event == "PreToolUse")
+    assert "cancelled" in wink("show", "1", cwd=project).stdout
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+def test_a_person_s_edits_after_a_cancelled_tool_was_adopted_are_not_its_own(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.before("u2", "Bash", command="make")
+    claude.after("u2", "Bash", command="make")
+    (project / "a.txt").write_text("edited by the person\n")
+    claude.before("u3", "Bash", command="make")
+    claude.after("u3", "Bash", command="make")
+    claude.tell("Stop")
+
+    assert [files for _, _, files in calls(project)] == [["mine.txt"], [], []]
+
+
+def test_tools_of_one_turn_may_run_at_the_same_time(claude: Claude, project: Path):
+    claude.turn = "p1"
+    claude.before("u1", "Bash", command="slow")
+    claude.before("u2", "Bash", command="quick")
+    (project / "b.txt").write_text("either\n")
+    claude.after("u2", "Bash", "quick", command="quick")
+    (project / "c.txt").write_text("slow\n")
+    claude.after("u1", "Bash", "slow", command="slow")
+
+    assert calls(project) == [
+        ("bash", "committed", ["b.txt"]),
+        ("bash", "committed", ["c.txt"]),
+    ]
+    assert "slow" in wink("show", "2", cwd=project).stdout
+
+
+def test_the_end_of_the_main_turn_leaves_tools_of_background_agents_under_way(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", agent="x", command="sleep 5; rm mine.txt")
+    claude.tell("Stop")
+    (project / "mine.txt").unlink()
+    claude.after("u1", "Bash", agent="x", command="sleep 5; rm mine.txt")
+    claude.tell("Stop")
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+def test_the_end_of_a_background_agent_adopts_what_its_killed_tool_has_changed(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", agent="x", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.tell("SubagentStop", agent_id="x")
+    (project / "a.txt").write_text("edited by the person\n")
+    claude.tell("Stop")
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+
+
+# What WINK itself changes while a tool runs
+
+
+def removed(claude: Claude, project: Path) -> None:
+    """Let a tool delete a directory."""
+    source = project / "src"
+    (source / "deep").mkdir(parents=True)
+    for name in ("a.py", "b.py", "deep/c.py"):
+        (source / name).write_text(f"{name}\n")
+    claude.before("u1", "Bash", command="rm -r src")
+    shutil.rmtree(source)
+    claude.after("u1", "Bash", command="rm -r src")
+
+
+@pytest.mark.parametrize("how", ["undo", "rewind"])
+def test_what_wink_restores_while_a_tool_runs_is_not_the_tool_s(
+    claude: Claude, project: Path, how: str
+):
+    removed(claude, project)
+    claude.before("u2", "Bash", command="wink undo 1; make")
+    command = ("undo", "1") if how == "undo" else ("rewind", "--before", "1", "--files-only")
+    assert wink(*command, cwd=project).returncode == 0
+    (project / "src" / "built.o").write_text("by make\n")
+    (project / "src" / "b.py").write_text("by make\n")
+    claude.after("u2", "Bash", command="wink undo 1; make")
+
+    made = next(each for each in reversed(calls(project)) if each[0] == "bash")
+    assert made == ("bash", "committed", ["src/b.py", "src/built.o"])
+    number = "2" if how == "undo" else "3"
+    undone = wink("undo", number, cwd=project)
+    assert undone.returncode == 0, undone.stderr
+    assert sorted(os.listdir(project / "src")) == ["a.py", "b.py", "deep"]
+    assert (project / "src" / "b.py").read_text() == "b.py\n"
+    assert (project / "src" / "deep" / "c.py").read_text() == "deep/c.py\n"
+
+
+def test_an_undo_by_a_tool_that_changes_nothing_else_leaves_its_call_without_files(
+    claude: Claude, project: Path
+):
+    removed(claude, project)
+    claude.before("u2", "Bash", command="wink undo 1")
+    assert wink("undo", "1", cwd=project).returncode == 0
+    claude.after("u2", "Bash", command="wink undo 1")
+    claude.tell("Stop")
+
+    assert [each[2] for each in calls(project) if each[0] == "bash"][1] == []
+    assert "nothing to undo" in wink("undo", "2", cwd=project).stderr
+    assert (project / "src" / "deep" / "c.py").exists()
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_what_a_call_commits_while_a_tool_runs_is_recorded_once(
+    claude: Claude, project: Path, is_merged: bool
+):
+    claude.before("u1", "Bash", command="make")
+    (project / "made.txt").write_text("by make\n")
+    with HostFilesystem(project, shared=True) as files:
+        call = ToolCall("write_file", {}, "beside")
+        if is_merged:
+            branch = files.branch("side")
+            branch.write("a.txt", "ours\n")
+            branch.write("new/ours.txt", "ours\n")
+            branch.merge_into(files)
+            branch.close()
+        else:
+            with files.gate:
+                view = files.fork_in_place()
+                view.call = call
+                view.write("a.txt", "ours\n")
+                view.write("new/ours.txt", "ours\n")
+                files.merge(view)
+    (project / "new" / "theirs.txt").write_text("by make\n")
+    claude.after("u1", "Bash", command="make")
+
+    assert calls(project)[-1] == ("bash", "committed", ["made.txt", "new/theirs.txt"])
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "ours\n"
+    assert sorted(os.listdir(project / "new")) == ["ours.txt"]
+    assert not (project / "made.txt").exists()
+
+
+def test_what_a_tool_had_changed_before_wink_did_can_still_be_undone(claude: Claude, project: Path):
+    claude.before("u1", "Bash", command="make")
+    (project / "a.txt").write_text("by make\n")
+    with HostFilesystem(project, shared=True) as files:
+        files.write("a.txt", "ours\n")
+    claude.after("u1", "Bash", command="make")
+
+    assert calls(project)[-1] == ("bash", "committed", ["a.txt"])
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\n"
 
 
 def test_of_overlapping_tools_the_first_to_end_has_what_changed_so_far(
@@ -177,6 +355,38 @@ def test_the_rules_of_the_directory_hold(claude: Claude, project: Path):
     denied = claude.before("u3", "Write", file_path="c.txt")
     assert denied["hookSpecificOutput"]["permissionDecision"] == "deny"
     assert [outcome for _, outcome, _ in calls(project)] == ["denied", "committed", "denied"]
+
+
+TOOLS = ["Read", "Grep", "WebFetch", "WebSearch", "Bash", "Agent", "TodoWrite", "mcp__x__y", "New"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_rule_that_denies_every_tool_denies_this_one(claude: Claude, project: Path, name: str):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
+
+    said = claude.before("u1", name, file_path="a.txt", url="https://example.com")
+
+    assert said["hookSpecificOutput"]["permissionDecision"] == "deny"
+    assert [outcome for _, outcome, _ in calls(project)] == ["denied"]
+
+
+@pytest.mark.parametrize("spelling", ["WebFetch", "webfetch", "Web*"])
+def test_a_rule_may_name_a_tool_as_claude_code_does(claude: Claude, project: Path, spelling: str):
+    (project / "wink.toml").write_text(
+        f'ask = ["WebSearch"]\n[policy]\ndeny = ["{spelling}"]\nquota = {{ Read = 0 }}\n'
+    )
+    said = [claude.before(f"u-{name}", name) for name in ("WebFetch", "Read", "Glob")]
+
+    decisions = [each.get("hookSpecificOutput", {}).get("permissionDecision") for each in said]
+    assert decisions == ["deny", "deny", None]
+    if spelling != "Web*":
+        asked = claude.before("u4", "WebSearch")
+        assert asked["hookSpecificOutput"]["permissionDecision"] == "ask"
+
+
+def test_without_rules_reading_waits_for_nobody(claude: Claude, project: Path):
+    with HostFilesystem(project):
+        assert claude.before("u1", "Read", file_path="a.txt") == {}
 
 
 def test_a_damaged_note_in_the_store_attributes_nothing(claude: Claude, project: Path):
