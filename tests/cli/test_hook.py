@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -416,18 +421,71 @@ def test_what_is_no_hook_s_input_is_wrong_use(project: Path):
     assert "--print-settings" in done.stderr
 
 
+# The real program
+
+
+class Program:
+    """Runs Claude Code on a project, with our hooks and a scripted model.
+
+    Args:
+        turns: What the main agent does, and sub-agents whose task begins with ``SUB``.
+    """
+
+    def __init__(
+        self, project: Path, home: Path, turns: Sequence[Sequence[ToolCall]], sub: Any = ()
+    ) -> None:
+        sdk = pytest.importorskip("claude_agent_sdk")
+        self._program = Path(sdk.__file__).parent / "_bundled" / "claude"
+        if not self._program.exists():
+            pytest.skip("this wheel has no program")
+        self.project, self._home = project, home
+        self._left = {"main": list(turns), "sub": list(sub)}
+        self.ends_after: list[Path] = []
+        """Pipes to be written before the main agent gets its last answer."""
+        printed = wink("hook", "claude-code", "--print-settings", cwd=project)
+        self.settings = json.loads(printed.stdout)
+
+    def _turn(self, request: dict[str, Any]) -> ModelTurn:
+        first = json.dumps(request["messages"][0])
+        left = self._left["sub" if "SUBTASK" in first else "main"]
+        if "SUBTASK" not in first and not left and self.ends_after:
+            self.ends_after.pop().read_bytes()
+        return ModelTurn(tool_calls=tuple(left.pop(0))) if left else ModelTurn(text="Done.")
+
+    @contextmanager
+    def started(self, *options: str) -> Generator[subprocess.Popen[str]]:
+        with serving(self._turn, keeps_calls=True) as server:
+            env = {
+                "CLAUDE_CONFIG_DIR": str(self._home),
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_CODE_MAX_RETRIES": "0",
+                "IS_SANDBOX": "1",  # or it refuses to bypass permissions as root
+                **server.environment,
+            }
+            argv = [self._program, "-p", "Go", "--model", "claude-sonnet-5", *options]
+            argv += ["--settings", json.dumps(self.settings)]
+            with subprocess.Popen(
+                [*argv, "--permission-mode", "bypassPermissions"],
+                cwd=self.project, env=environment(env), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            ) as process:  # fmt: skip
+                try:
+                    yield process
+                finally:
+                    process.kill()
+
+    def run(self, *options: str) -> None:
+        with self.started(*options) as process:
+            said, errors = process.communicate(timeout=300)
+        assert said.strip().endswith("Done."), errors
+
+
+def bash(use: str, command: str) -> ToolCall:
+    return ToolCall("Bash", {"command": command, "description": "-"}, use)
+
+
 @pytest.mark.heavy
 def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path):
-    sdk = pytest.importorskip("claude_agent_sdk")
-    program = Path(sdk.__file__).parent / "_bundled" / "claude"
-    if not program.exists():
-        pytest.skip("this wheel has no program")
-    printed = wink("hook", "claude-code", "--print-settings", cwd=project)
-    settings = json.loads(printed.stdout)
-    for [matcher] in settings["hooks"].values():  # as it is started here
-        matcher["hooks"][0]["command"] = " ".join([*WINK, "hook", "claude-code"])
-    (project / ".claude").mkdir()
-    (project / ".claude" / "settings.json").write_text(json.dumps(settings))
     place = str(project / "a.txt")
     turns = [
         [ToolCall("Read", {"file_path": place}, "toolu_1")],
@@ -438,29 +496,7 @@ def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path
         [ToolCall("Bash", {"command": "echo three >> a.txt; exit 3"}, "toolu_4")],
         [ToolCall("Edit", {"file_path": place, "old_string": "one", "new_string": "1"}, "toolu_5")],
     ]
-    with serving(
-        [*(ModelTurn(tool_calls=tuple(calls)) for calls in turns), ModelTurn(text="Done.")],
-        keeps_calls=True,
-    ) as server:
-        env = {
-            "CLAUDE_CONFIG_DIR": str(tmp_path),
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_RETRIES": "0",
-            "IS_SANDBOX": "1",  # or it refuses to bypass permissions as root
-            **server.environment,
-        }
-        argv = [program, "-p", "Go", "--model", "claude-sonnet-5"]
-        done = subprocess.run(
-            [*argv, "--permission-mode", "bypassPermissions"],
-            cwd=project,
-            env=environment(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert done.stdout.strip() == "Done.", done.stderr
+    Program(project, tmp_path, turns).run()
 
     assert calls(project) == [
         ("read", "ok", []),
@@ -473,3 +509,101 @@ def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path
     assert (project / "a.txt").read_text() == "one\ntwo\nthree\n"
     assert wink("undo", "2", cwd=project).returncode == 0
     assert not (project / "d").exists()
+
+
+@pytest.mark.heavy
+def test_the_real_program_may_undo_its_own_tool(project: Path, tmp_path: Path):
+    (project / "src").mkdir()
+    (project / "src" / "a.py").write_text("a\n")
+    own = shlex.join([*WINK, "undo", "1"])
+    turns = [[bash("toolu_1", "rm -r src")], [bash("toolu_2", f"{own}; touch src/b.py")]]
+    Program(project, tmp_path, turns).run()
+
+    found = [each for each in calls(project) if each[0] == "bash"]
+    assert found[1:] == [("bash", "committed", ["src/b.py"])]
+    assert wink("undo", "2", cwd=project).returncode == 0
+    assert os.listdir(project / "src") == ["a.py"]
+
+
+@pytest.mark.heavy
+def test_a_background_agent_of_the_real_program_is_recorded(project: Path, tmp_path: Path):
+    task = {"description": "-", "prompt": "SUBTASK", "subagent_type": "general-purpose"}
+    start = [ToolCall("Agent", {**task, "run_in_background": True}, "toolu_1")]
+    began, stopped = tmp_path / "began", tmp_path / "stopped"
+    os.mkfifo(began)
+    os.mkfifo(stopped)
+    # The turn of the main agent ends while this tool runs.
+    slow = [bash("toolu_2", f"echo > {began}; cat {stopped}; rm mine.txt")]
+    program = Program(project, tmp_path / "home", [start], [slow])
+    program.ends_after.append(began)
+    [matcher] = program.settings["hooks"]["Stop"]
+    matcher["hooks"][0]["command"] += f"; test -e {stopped} && echo > {stopped} && rm {stopped}"
+    program.run()
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_a_cancelled_tool_of_the_real_program_has_changed_is_recorded(
+    project: Path, tmp_path: Path, number: signal.Signals
+):
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    slow = bash("toolu_1", f"rm mine.txt; echo > {ready}; sleep 30")
+    program = Program(project, tmp_path / "home", [[slow], [bash("toolu_2", "echo > new.txt")]])
+    with program.started() as process:
+        ready.read_bytes()
+        process.send_signal(number)
+        process.wait(120)
+    program.run("--continue")
+
+    assert calls(project) == [
+        ("bash", "committed", ["mine.txt"]),
+        ("bash", "committed", ["new.txt"]),
+    ]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+@pytest.mark.heavy
+def test_without_wink_the_real_program_runs_no_tool(project: Path, tmp_path: Path):
+    program = Program(project, tmp_path, [[bash("toolu_1", "rm mine.txt")]])
+    for [matcher] in program.settings["hooks"].values():
+        command = matcher["hooks"][0]["command"]
+        matcher["hooks"][0]["command"] = re.sub(r"^\S+", "/nowhere/wink", command)
+    program.run()
+
+    assert (project / "mine.txt").exists()
+    assert calls(project) == []
+
+
+# The settings
+
+
+def test_the_printed_hooks_start_this_program_from_anywhere(project: Path):
+    printed = wink("hook", "claude-code", "--print-settings", cwd=project)
+    commands = {
+        event: matcher["hooks"][0]["command"]
+        for event, [matcher] in json.loads(printed.stdout)["hooks"].items()
+    }
+
+    told = {"session_id": "s1", "cwd": str(project), "hook_event_name": "PreToolUse"}
+    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
+    for event, command in commands.items():
+        assert os.path.isabs(shlex.split(command)[0])
+        assert command.endswith(" || exit 2") == (event == "PreToolUse")
+    done = subprocess.run(
+        ["sh", "-c", commands["PreToolUse"]], cwd="/", env=environment({"PATH": "/bin"}), text=True,
+        input=json.dumps({**told, "tool_name": "Bash"}), capture_output=True, check=False,
+    )  # fmt: skip
+    assert '"deny"' in done.stdout, done.stderr
+
+
+def test_no_help_tells_to_write_over_the_settings(project: Path):
+    shown = wink("hook", "claude-code", "--help", cwd=project).stdout
+
+    assert "> .claude/settings.json" not in " ".join(shown.split())
+    assert "--settings" in shown

@@ -285,8 +285,10 @@ class _Hooked:
             return True
         if use.agent != self._agent:  # a sub-agent works in the background, whatever the main does
             return False
-        # An agent may use several tools at once, but only within a turn.
-        return self._event in _ENDS or not self._turn or use.turn != self._turn
+        if self._event in _ENDS or not self._turn:
+            return True
+        # An agent may use several tools at once; those of the main one end with its turn.
+        return not use.agent and use.turn != self._turn
 
     def _adopt(self, uses: Mapping[str, _Use], finished: Mapping[str, _Use]) -> None:
         """Commit what tools without an end have changed."""
