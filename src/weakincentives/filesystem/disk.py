@@ -564,11 +564,29 @@ class HostFilesystem(OnDisk):
         raise ValueError("only a call that works in place can start programs of its own")
 
     def note_files(self) -> None:
-        """Note how all files are, also for a later process: see ``expect_external``."""
+        """Note how all files are, also for a later process: see ``expect_external``.
+
+        What calls commit until ``forget_note`` is taken out of the noted state.
+        """
         workspace = self._workspace
         with workspace.turn(), workspace.lock:
             self.check_writable("note_files")
-            workspace.external.manifest.refresh(workspace.tree)
+            workspace.note()
+
+    def forget_note(self) -> None:
+        """Forget the noted state: no program is at work any more whose changes count."""
+        with self._workspace.lock:
+            self._workspace.external.forget_note()
+
+    def is_changed_since_noted(self, noted: Noted) -> bool:
+        """Tell whether other programs have changed something since ``note_files``."""
+        workspace = self._workspace
+        with workspace.turn(), workspace.lock:
+            if workspace.external.noted_at() is None:
+                return False
+            workspace.take_out_commits()
+            found = workspace.external.manifest.changed(workspace.tree)
+            return any(map(noted.covers, found))
 
     def external_changes(self) -> object:
         """Return what other programs have changed in this call, as a value that equals another

@@ -20,6 +20,7 @@ from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import History, replaced
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
@@ -179,6 +180,25 @@ class Workspace:
         delta = self.history.read(serial)
         self.present = self.present.supersede(delta.records, replaced_by(self.history, delta))
 
+    def note(self) -> None:
+        """Note how all files are, so that a later process finds what other programs change."""
+        self.external.note(self.history.last)
+
+    def take_out_commits(self) -> None:
+        """Take what calls have committed out of the noted state: no other program changed it."""
+        since = self.external.noted_at()
+        if since is None or since == self.history.last:
+            return
+        look: Look = self.disk
+        paths: set[Parts] = set()
+        left: dict[Parts, Entry | None] = {}
+        for delta in self.history.readable(self.history.after(since)):  # the newest first
+            before = undone(Layer(look), delta.records, replaced_by(self.history, delta))
+            paths.update(changed_paths(delta.records, before, look))
+            left = {**delta.after, **left}
+            look = before
+        self.external.take_out(self.history.last, paths, look, left)
+
     # The transaction that works in place
 
     @contextlib.contextmanager
@@ -210,6 +230,8 @@ class Workspace:
 
     def expect_programs(self, changes: Changes, noted: Noted | None = None) -> None:
         """Expect other programs to change files until the transaction ends."""
+        if noted is not None:
+            self.take_out_commits()  # again: the process that committed them may have been killed
         self.external.begin(changes, noted)
         self.expects_programs = True
 
@@ -248,6 +270,10 @@ class Workspace:
         serial = changes.commit(call, undoes, redo)
         self._end_in_place(changes)
         self._committed(serial)
+        try:
+            self.take_out_commits()
+        except OSError as error:  # the call is committed; this is repeated before it matters
+            logger.warning("The noted state of %s is not up to date: %s", self.tree.path, error)
 
     def roll_back(self, changes: Changes) -> tuple[str, ...]:
         """Roll back the transaction that works in place, and close it.
