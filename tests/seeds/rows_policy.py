@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from typing import Any
 
 from seed_names import FILE_TOOLS, noop_tool
-from seed_rows import Row, promise
+from seed_rows import Row, promise, seed_rows
 from seed_scenarios import Model
 
 from weakincentives.filesystem import Filesystem
@@ -141,6 +142,9 @@ def reason_of_a_denial(row: Row) -> None:
 
 @promise("004", "PolicyState (Session Slice)", "policy_name")
 def named_state(row: Row) -> None:
+    """The first of the three fields, and there are no others."""
+    rows = [each.name for each in seed_rows() if each.heading == row.heading]
+    assert [each.name for each in fields(PolicyState)] == rows
     model = shop()
     model.call("test")
     (state,) = model.session[PolicyState].all()
@@ -172,6 +176,7 @@ def invoked_keys(row: Row) -> None:
     model.call("write_file", path="b.txt", content="denied")
     (state,) = model.session[PolicyState].all()
     assert frozenset(state.invoked_keys) == {("read_file", "a.txt"), ("write_file", "new.txt")}
+    assert frozenset(state.invoked_tools) == {"read_file", "write_file"}
 
 
 @promise("004", "State Management", "Snapshot/restore: State captured with session snapshots")
