@@ -49,6 +49,8 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_GRACE = 5.0
+"""Seconds."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
@@ -97,6 +99,9 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
     else:
         work = in_thread(lambda: (handler(params, context=context), None))
     limit = tool.timeout
+    if limit is not None and limit == getattr(handler, "longest", None):
+        # Of a composed tool, as long as its members may take: their own limits come first.
+        limit += _GRACE
     remaining = None if context.deadline is None else context.deadline.remaining()
     if remaining is not None and (limit is None or remaining < limit):
         limit = remaining

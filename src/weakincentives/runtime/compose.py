@@ -152,7 +152,7 @@ def sequence(
         name=name or _cut("-".join(["sequence", *(tool.name for tool in members)])),
         description=description or f"Sequential execution of {len(members)} tools",
         result_type=SequenceOutput,
-        timeout=_total(members),
+        longest=_total(members),
         **_parameters_of(members[0]),
     )
 
@@ -206,7 +206,8 @@ def parallel(
         result_type=ParallelOutput,
         params_type=dict,
         input_schema=_union_of(by_key),
-        timeout=timeout or _longest(by_key, max_concurrency),
+        timeout=timeout,
+        longest=_longest(by_key, max_concurrency),
     )
 
 
@@ -290,7 +291,7 @@ def conditional(
         name=named,
         description=description or "Conditional tool execution based on runtime conditions",
         result_type=ConditionalOutput,
-        timeout=_longest_path([branch.tools for _, _, branch in attempts], last),
+        longest=_longest_path([branch.tools for _, _, branch in attempts], last),
         **(_parameters_of(members[0]) if members else {"params_type": None}),
     )
 
@@ -333,7 +334,7 @@ def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
         name=_cut(f"{composed}-branch-{number + 1}"),
         description=f"Branch {number + 1} of {composed}",
         result_type=ConditionalOutput,
-        timeout=_total(branch.tools),
+        longest=_total(branch.tools),
         params_type=dict,
         input_schema={"type": "object"},
         # Only the first tool may have run when it is rolled back: the composed call reports what
@@ -485,16 +486,21 @@ def _composed(
     work: Work,
     *,
     name: str,
+    longest: float | None,
+    timeout: float | None = None,
     **options: Any,
 ) -> AnyTool:
+    handler = _handler_of(work, members)
+    handler.longest = longest
     options.setdefault("reach", max((t.reach for t in members), key=_REACHES.index, default=None))
     return Tool(
         name=name,
         title=title,
-        handler=_handler_of(work, members),
+        handler=handler,
         writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index, default="api")),
         concurrent=True,  # as far as its members may: the offer asks them
         strict=False,
+        timeout=longest if timeout is None else timeout,
         **options,
     )
 
