@@ -866,6 +866,50 @@ def built_in_policies(row: Row) -> None:
     assert policy.retryable_errors == codes
 
 
+@promise("003", "RetryExecutor")
+def retry_executor(row: Row) -> None:
+    def executes() -> None:
+        """Waits before each retry, ends with the first success, and answers with the last error."""
+        for failures, said in [(0, "done"), (2, "done"), (3, "no 3"), (9, "no 3")]:
+            clock, tries = FakeClock(0.0), [0]
+
+            def body(context: ToolContext, tries: Any = tries, failures: int = failures) -> Any:
+                tries[0] += 1
+                if tries[0] <= failures:
+                    return ToolResult.error(f"no {tries[0]}", code="TIMEOUT")
+                return ToolResult.ok(message="done")
+
+            policy = RetryPolicy(2, FixedBackoff(1.0), {"TIMEOUT"})
+            context = surroundings(session=Session(clock=clock))
+            result = outcome(doing(body, retry=policy, reach="reversible"), context)
+            assert (result.message, result.metadata.attempts) == (said, min(failures, 2) + 1)
+            assert clock.time() == min(failures, 2)
+
+    def retryable() -> None:
+        """The printed conditions, in their order; what is not recoverable is never retried."""
+        asked: list[tuple[str, int]] = []
+
+        def should(error: ToolError, attempt: int) -> bool:
+            asked.append((error.code, attempt))
+            return True
+
+        policy = RetryPolicy(1, NoBackoff(), {"TIMEOUT"}, should_retry=should)
+        assert policy.retries(TIMEOUT, 0)
+        assert not policy.retries(TIMEOUT, 1)  # no retries are left: nothing else is asked
+        assert asked == [("TIMEOUT", 0)]
+        assert not policy.retries(ToolError("LOCK", "m"), 0)
+        assert not policy.retries(ToolError("TIMEOUT", "m", recoverable=False), 0)
+        assert not RetryPolicy(1, non_retryable_errors={"TIMEOUT"}).retries(TIMEOUT, 0)
+
+    named(row, {
+        "executeWithRetry": executes,
+        "calculateBackoff": lambda: so(
+            [LinearBackoff(1.0, 0.5).delay(n) for n in (1, 2)] == [1.0, 1.5]
+        ),
+        "isRetryable": retryable,
+    })  # fmt: skip
+
+
 # Composition
 
 
@@ -1190,6 +1234,54 @@ def registry_methods(row: Row) -> None:
         "validatePreconditions": preconditions,
         "applyEffects": effects,
         "unregister": unregister,
+    })  # fmt: skip
+
+
+@promise("003", "ToolRegistryImpl")
+def registry_checks(row: Row) -> None:
+    def definition() -> None:
+        """Each part that the Protocol asks for; the error says which, and of which tool."""
+        schema = {"type": "object"}
+        wrong: list[tuple[str, tuple[Any, ...]]] = [
+            ("name", ("", "d", schema, echo)),
+            ("description", ("t", "", schema, echo)),
+            ("parameters schema", ("t", "d", None, echo)),
+            ("handler", ("t", "d", schema, None)),
+        ]
+        for part, arguments in wrong:
+            with pytest.raises(ToolDefinitionError, match=part):
+                ToolRegistry([Tool.from_schema(*arguments)])
+
+    def schema() -> None:
+        with pytest.raises(ToolDefinitionError, match="object schema"):
+            Tool.from_schema("t", "d", {"type": "array"}, echo)
+
+    def arguments() -> None:
+        """All problems, in the Protocol's words, joined as it joins them."""
+        fields = {"a": {"type": "string"}, "b": {"type": "boolean"}, "c": {"type": "array"}}
+        registry = ToolRegistry([raw(fields, required=["a"])])
+        failure = registry.execute("t", {"b": "yes", "c": {}}).failure
+        assert failure is not None
+        assert sorted(failure.message.split(", ")) == [
+            "Field 'b' must be of type boolean",
+            "Field 'c' must be of type array",
+            "Missing required field: a",
+        ]
+
+    def default_context() -> None:
+        """``default`` where the Protocol says so, but for the session, which has an id already."""
+        registry = ToolRegistry([noop_tool("t")])
+        context = registry.context()
+        assert (context.loop_id, context.agent_id) == ("default", "default")
+        assert context.session_id == registry.session.session_id
+        assert context.memory is not None
+        assert not context.signal.cancelled
+
+    named(row, {
+        "validateToolDefinition": definition,
+        "validateSchema": schema,
+        "validateArguments": arguments,
+        "createDefaultContext": default_context,
     })  # fmt: skip
 
 

@@ -289,6 +289,11 @@ def prompt_resources(row: Row) -> None:
 
     assert tool_of(read, "read")(context=context).message == "a"
 
+    # "Access prompt's resource context"
+    prompt = Prompt(PromptTemplate(resources={Filesystem: fs}))
+    own = ToolContext(session=Session(), prompt=prompt)
+    assert own.resources.get(Filesystem) is own.filesystem is fs
+
 
 @promise("002", "ToolContext", "budget_tracker")
 def budget_shortcut(row: Row) -> None:

@@ -39,6 +39,8 @@ _COMPOSED = re.compile(
 _COMPOSED_MEMBER = re.compile(r"^ {6}(\w+): ", re.MULTILINE)
 _EXAMPLE = re.compile(r"const (\w+Tool): Tool = \{\n(.*?)\n\s+async execute", re.DOTALL)
 _EXAMPLE_MEMBER = re.compile(r"^  (\w+): ", re.MULTILINE)
+_PRIVATE = re.compile(r"\n(?:interface|class) (\w+)[^\n]* \{\n(.*?)\n\}", re.DOTALL)
+_PRIVATE_MEMBER = re.compile(r"^  (?:private (\w+)\(|async (\w+)<)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ def _protocol_rows(text: str) -> Iterator[Row]:
         yield Row("003", "RetryPolicies", name)
     for code in _CODE.findall(text):
         yield Row("003", "error codes", code)
+    for name, body in _PRIVATE.findall(text):
+        for private, generic in _PRIVATE_MEMBER.findall(body):
+            yield Row("003", name, private or generic)
     for composed, body in _COMPOSED.findall(text):
         for member in _COMPOSED_MEMBER.findall(body):
             yield Row("003", composed, member)

@@ -46,4 +46,4 @@ def test_the_rows_of_all_tables_are_found() -> None:
     assert by_heading[("002", "places")] == 4
     for composed in ("sequence", "parallel", "conditional", "webScrapeTool", "fileWriteTool"):
         assert by_heading[("003", composed)] == 7
-    assert len(ROWS) == 329
+    assert len(ROWS) == 336

@@ -130,6 +130,10 @@ class KnownFiles:
     left: Mapping[str, str] = _NO_CONTENTS
     """By path, the digest of such a file after a command of the agent changed it."""
 
+    def having(self, contents: Mapping[str, str]) -> KnownFiles:
+        """Return it with more files, or with what has become of them."""
+        return KnownFiles(self.policy_name, _updated(self.contents, contents), self.left)
+
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True)
@@ -480,11 +484,7 @@ class ReadBeforeWritePolicy(_Remembers):
                 return
             known, read = self._noted(context, KnownFiles), {path: digest}
             if known is None or known.contents.get(path) != digest:
-                self._remember(
-                    context,
-                    lambda known: replace(known, contents=_updated(known.contents, read)),
-                    KnownFiles,
-                )
+                self._remember(context, lambda known: known.having(read), KnownFiles)
         self._note_key(tool_name, path, context)
 
     def _note_key(self, tool_name: str, path: str, context: ToolContext) -> None:
@@ -492,9 +492,10 @@ class ReadBeforeWritePolicy(_Remembers):
         if noted is None or key not in noted.invoked_keys:
 
             def added(state: PolicyState) -> PolicyState:
-                tools = _with(state.invoked_tools, tool_name)
-                keys = _with(state.invoked_keys, key)
-                return replace(state, invoked_tools=tools, invoked_keys=keys)
+                tools = state.invoked_tools
+                if tool_name not in tools:
+                    tools = _with(tools, tool_name)
+                return PolicyState(self.name, tools, _with(state.invoked_keys, key))
 
             self._remember(context, added)
 
@@ -518,7 +519,7 @@ class ReadBeforeWritePolicy(_Remembers):
                 for path, digest in known.contents.items()
                 if path == old or path.startswith(f"{old}/")
             }
-            return replace(known, contents=_updated(known.contents, seen)) if seen else known
+            return known.having(seen) if seen else known
 
         self._remember(context, moved, KnownFiles)
 
