@@ -6,7 +6,7 @@ import threading
 from dataclasses import fields
 from typing import Any
 
-from seed_names import FILE_TOOLS, noop_tool
+from seed_names import FILE_TOOLS, noop_tool, tool_of
 from seed_rows import Row, promise, seed_rows
 from seed_scenarios import Model
 
@@ -215,9 +215,19 @@ def sessions_apart(row: Row) -> None:
 
 @promise("004", "Limitations", "Synchronous: Policy checks run on tool execution thread")
 def on_the_calling_thread(row: Row) -> None:
-    policy = Noting()
-    shop(policy).call("deploy")
-    assert policy.threads == [threading.get_ident()]
+    """On the thread of the handler, unless that has one of its own because of its time limit."""
+    for timeout in (None, 60.0):
+        policy, ran = Noting(), []
+
+        def work(params: None, *, context: ToolContext, ran: Any = ran) -> ToolResult[None]:
+            ran.append(threading.get_ident())
+            return ToolResult.ok()
+
+        work_tool = tool_of(work, "work", None, None).replace(timeout=timeout)
+        assert Model.offered(work_tool, policies=[policy]).call("work").success
+        assert len(policy.threads) == len(ran) == 1
+        assert (policy.threads == ran) is (timeout is None)
+        assert (ran == [threading.get_ident()]) is (timeout is None)
 
 
 @promise("004", "Limitations", "No rollback notification: Policies not notified on restore")
