@@ -167,11 +167,14 @@ class Refusal(WinkError):
         recoverable: bool = True,
         policy: str = "",
         suggestions: Sequence[str] = (),
+        problem: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code or type(self).code
+        self.problem = problem or message
+        """What is wrong, in the Protocol's words, for programs; the message is for the model."""
         self.recoverable = recoverable
-        """Whether the same call may be admitted later, or with other arguments."""
+        """Whether the same call may be admitted later."""
         self.policy = policy
         self.suggestions = tuple(suggestions)
 

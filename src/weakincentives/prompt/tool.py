@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property, partial
 from inspect import Parameter
+from itertools import starmap
 from types import NoneType
 from typing import (
     TYPE_CHECKING,
@@ -32,7 +33,7 @@ from typing import (
 )
 
 from weakincentives.errors import InvalidArguments, ParseError, ToolDefinitionError
-from weakincentives.prompt.context import ToolContext
+from weakincentives.prompt.context import ToolContext as ToolContext
 from weakincentives.prompt.signatures import (
     UNKNOWN,
     TypedConstructor,
@@ -466,11 +467,15 @@ class Tool(TypedConstructor, Generic[P, R]):
         try:
             return self._validate(arguments)
         except ParseError as error:
-            message = {
-                "error": f"Invalid parameters for tool '{self.name}'",
-                "details": {path or "arguments": text for path, text in error.details.items()},
-            }
-            raise InvalidArguments(json.dumps(message, ensure_ascii=False)) from error
+            if arguments is None:  # no arguments, as a call without any
+                return self.parse({})
+            details = {path or "arguments": text for path, text in error.details.items()}
+            message = {"error": f"Invalid parameters for tool '{self.name}'", "details": details}
+            raise InvalidArguments(
+                json.dumps(message, ensure_ascii=False),
+                recoverable=False,
+                problem=", ".join(starmap(_problem, details.items())),
+            ) from error
 
     def _validate(self, arguments: object) -> P:
         # Only the first time: the validator replaces this method.
@@ -609,6 +614,18 @@ def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     """Return the parameters of an object schema that can have a description."""
     properties = cast("dict[str, Any]", schema.get("properties") or {})
     return {name: each for name, each in properties.items() if isinstance(each, dict)}
+
+
+def _problem(path: str, text: str) -> str:
+    """Return a problem of the arguments in the Protocol's words."""
+    from weakincentives.serde.problems import MISSING
+
+    if text == MISSING:
+        return f"Missing required field: {path}"
+    expected = text.partition(", got ")[0].removeprefix("Expected type ")
+    if text.startswith("Expected type "):
+        return f"Field '{path}' must be of type {expected}"
+    return f"Field '{path}': {text}"
 
 
 def _one_of(params: object, arguments: dict[str, object]) -> object:

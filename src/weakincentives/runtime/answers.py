@@ -49,6 +49,8 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_GRACE = 5.0
+"""Seconds."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
@@ -97,6 +99,9 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
     else:
         work = in_thread(lambda: (handler(params, context=context), None))
     limit = tool.timeout
+    if limit is not None and limit == getattr(handler, "longest", None):
+        # Of a composed tool, as long as its members may take: their own limits come first.
+        limit += _GRACE
     remaining = None if context.deadline is None else context.deadline.remaining()
     if remaining is not None and (limit is None or remaining < limit):
         limit = remaining
@@ -161,14 +166,20 @@ def refuse_unknown(transaction: Transaction) -> NoReturn:
     from difflib import get_close_matches
 
     name, offers = str(transaction.call.name), transaction.around.offers
-    near = get_close_matches(name, offers, n=3)
+    # A registry finds a tool under two spellings: name each once, as the caller spells names.
+    named = {offer.tool.name: offer.tool.name for offer in offers.values()}
+    if ":" in name:
+        named |= {offer.tool.name: each for each, offer in offers.items() if ":" in each}
+    near = get_close_matches(name, named.values(), n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    known = ", ".join(sorted(offers)) or "none"
+    known = ", ".join(sorted(named.values())) or "none"
+    problem = f"Tool '{name}' not found"
     raise Refusal(
-        f"Tool '{name}' not found. {hint}Available tools: {known}",
+        f"{problem}. {hint}Available tools: {known}",
         code="TOOL_NOT_FOUND",
         recoverable=False,
         suggestions=near,
+        problem=problem,
     )
 
 
@@ -185,7 +196,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
     name, text = transaction.call.name, _text(error)
     if isinstance(error, Failed):
         transaction.answered = True
-        result = _well_formed(transaction, error.result)
+        result: ToolResult[Any] = _well_formed(transaction, error.result)
     elif isinstance(error, Suspended):
         transaction.answered = True  # a suspended call has not taken effect
         undone = " and rolled back" if transaction.ran else ""
@@ -194,9 +205,8 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
     elif isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
             transaction.denied_by = error.policy
-        result = ToolResult.error(
-            text, code=error.code, recoverable=error.recoverable, suggestions=error.suggestions
-        )
+        failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
+        result = ToolResult(text, success=False, failure=failure)
     elif isinstance(error, ToolTimeout):
         result = ToolResult.error(text, code="TIMEOUT")
     elif isinstance(error, MergeConflict):
@@ -258,8 +268,6 @@ def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResul
 
 def _text(error: BaseException) -> str:
     try:
-        if type(error).__str__ is KeyError.__str__:  # the key alone says nothing
-            return f"{type(error).__name__}: {error}"
         return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__

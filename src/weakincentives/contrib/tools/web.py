@@ -420,9 +420,10 @@ def web_scrape_tool(
             MemoryEffect(
                 description="Cache scraped content",
                 scope="short-term",
-                operation="update",
+                operation="write",
                 key="web:cache",
                 apply=_cache,
+                rollback=_uncache,
             )
         ],
     )
@@ -453,6 +454,14 @@ def _cache(context: ToolContext, result: ToolResult[ScrapedPage]) -> None:
         return dict([*others[1 - _CACHED_PAGES :], (page.url, entry)])
 
     context.memory.update("short-term", "web:cache", add, default={})
+
+
+def _uncache(context: ToolContext) -> None:
+    """Remove the newest entry: the one that the call has added."""
+    if context.memory is not None:
+        context.memory.update(
+            "short-term", "web:cache", lambda cached: dict([*cached.items()][:-1]), default={}
+        )
 
 
 scrape = web_scrape_tool()
