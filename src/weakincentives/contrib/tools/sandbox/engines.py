@@ -12,7 +12,6 @@ import errno
 import io
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +57,7 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, St
 from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
+from weakincentives.programs import agents_can_write, find_program, missing_program, safe_path
 
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
@@ -315,11 +315,19 @@ def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> Non
 
 def _outside() -> dict[str, str]:
     """Return the environment of the programs that confine a command."""
-    return {"PATH": PATH, "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
+    return {"PATH": safe_path(PATH), "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
 
 
 def is_missing(program: str) -> str | None:
-    return None if shutil.which(program, path=PATH) else f"{program} is not installed"
+    return None if find_program(program, PATH) else missing_program(program, PATH)
+
+
+def _found(program: str) -> str:
+    """Return the path of a program that runs outside of the sandbox."""
+    found = find_program(program, PATH)
+    if found is None:
+        raise SandboxUnavailable(missing_program(program, PATH))
+    return found
 
 
 # The engines
@@ -342,13 +350,21 @@ class Bubblewrap(Engine):
             words = self._options(command, self.kit.environment(command, folder))
             _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = command.limits.rlimits(memory=not cgroup_files)
-            argv = ["sh", "-c", PRELUDE, "wink", str(folder / "options"), str(self.kit.filter)]
+            argv = [
+                _found("sh"),
+                "-c",
+                PRELUDE,
+                "wink",
+                str(folder / "options"),
+                str(self.kit.filter),
+            ]
             argv += [*cgroup_files, "--"]
             uid, gid = command.owner
             ours = *os.getresuid(), *os.getresgid(), *os.getgroups()
             if os.geteuid() == 0 and {uid, gid, *ours} != {0}:
-                argv += ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
-            argv += ["bwrap", "--args", "8", "--", "prlimit"]
+                argv += [_found("setpriv"), f"--reuid={uid}", f"--regid={gid}"]
+                argv += ["--clear-groups", "--"]
+            argv += [_found("bwrap"), "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
             argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *command.argv]
             events = CgroupEvents(cgroup_files)
@@ -482,12 +498,13 @@ class Podman(Engine):
             remove_cgroups(group)
 
     def _podman(self, place: Path) -> list[str]:
-        runtime = "crun" if is_missing("runc") else "runc"
+        runtime = _found("crun" if is_missing("runc") else "runc")
         # Its mounts and helper processes end with it. Without root it does that itself.
-        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+        apart = [_found("unshare"), "--mount", "--pid", "--fork", "--kill-child"]
+        apart += ["--mount-proc", "--"]
         return [
             *(apart if os.geteuid() == 0 else []),
-            "podman",
+            _found("podman"),
             f"--root={place}/storage",
             f"--runroot={place}/run",
             f"--runtime={runtime}",
@@ -553,7 +570,7 @@ class Podman(Engine):
 
 @cache
 def _image_store() -> str:
-    ask = ["podman", "info", "--format={{.Store.GraphRoot}}"]
+    ask = [_found("podman"), "info", "--format={{.Store.GraphRoot}}"]
     return subprocess.run(ask, env=_outside(), capture_output=True, text=True).stdout.strip()
 
 
@@ -626,6 +643,8 @@ class Sandbox:
             user = owner if os.geteuid() == 0 and owner != 0 else None
             settings = replace(self.settings, engine=self.name)
             found = project_environment(settings, root, store=store or location_of(root), user=user)
+            for place in found.writable:
+                agents_can_write(place)
             path = f"{found.env['PATH']}:{os.path.dirname(self.python)}".rstrip(":")
             self._known[root, store] = found = replace(found, env={**found.env, "PATH": path})
         return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +20,10 @@ from typing import Literal
 
 from weakincentives.contrib.tools.sandbox.settings import SandboxSettings
 from weakincentives.filesystem.paths import DEFAULT_ROOT, MAX_LINKS
+from weakincentives.programs import SYSTEM_PATH, find_program, safe_path
 from weakincentives.state import our_code, our_environment, our_secrets
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = SYSTEM_PATH
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
 """The environment of every command; nothing of ours."""
 
@@ -312,7 +312,8 @@ class _Search:
         return self._environment.get(name) or os.path.join(self._home, default)
 
     def _which(self, program: str) -> str | None:
-        return shutil.which(program, path=self._environment.get("PATH", PATH))
+        """Return a program that the user has, and no project."""
+        return find_program(program, safe_path(self._environment.get("PATH", PATH)))
 
     # What may be shown
 
