@@ -13,6 +13,7 @@ import io
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -165,9 +166,6 @@ _ETC = (
 )  # fmt: skip
 """The parts of ``/etc`` that programs need; the rest is hidden."""
 
-_HIDDEN = {"kcore", "key-users", "keys", "kmsg", "sched_debug", "sysrq-trigger", "timer_list"}
-"""The parts of ``/proc`` that expose the whole machine, or change it."""
-
 _FILES = {
     "passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n",
     "group": "root:x:0:\nuser:x:1000:\n",
@@ -202,7 +200,6 @@ class SystemFiles:
             *(("read", os.path.abspath(path), os.path.abspath(path)) for path in read_only),
         ]
         """The parts of the host's system that a command sees."""
-        self._proc = list(_proc_covers())
 
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
         """Return the mounts of the workspace, of its protected parts, and of its toolchains."""
@@ -228,7 +225,6 @@ class SystemFiles:
             *self.system,
             *more,
             ("proc", "proc", "/proc"),
-            *self._proc,
             ("dev", "dev", "/dev"),
             ("scratch", scratch, "/dev/shm"),
             ("lock", "", "/dev"),
@@ -273,19 +269,41 @@ def _programs() -> Iterator[Mount]:
             yield "read", source, f"/etc/{name}"
 
 
-def _proc_covers() -> Iterator[Mount]:
-    """Yield mounts over the parts of ``/proc`` that a command may not see or write.
+def _proc_options(proc: str) -> Iterator[str]:
+    """Yield bubblewrap's options that cover the parts of ``/proc`` that are there now."""
+    from weakincentives.contrib.tools.sandbox.launcher import proc_covers
 
-    A process of root can write there even without any capability.
-    """
-    with os.scandir("/proc") as entries:
-        for entry in entries:
-            if entry.name in _HIDDEN:
-                yield "read", "/dev/null", entry.path
-            elif entry.name.isdigit() or entry.is_symlink():
-                continue
-            elif entry.is_dir() or entry.stat().st_mode & 0o222:
-                yield "read", entry.path, entry.path
+    for name, is_hidden in proc_covers(proc):
+        path = f"{proc}/{name}"
+        # An entry that has gone by then needs no cover.
+        yield from ("--ro-bind-try", "/dev/null" if is_hidden else path, path)
+
+
+# Directories of /proc that the runtimes of containers make read-only by themselves.
+_READ_ONLY = {"asound", "bus", "fs", "irq", "sys", "sysrq-trigger"}
+
+
+def _masked() -> Iterator[str]:
+    """Yield the parts of ``/proc`` to hide in a container, where they cannot be made read-only."""
+    from weakincentives.contrib.tools.sandbox.launcher import proc_covers
+
+    for name, is_hidden in proc_covers("/proc"):
+        path = f"/proc/{name}"
+        if is_hidden or (name not in _READ_ONLY and _has_writable(path)):
+            yield path
+
+
+def _has_writable(path: str) -> bool:
+    """Tell whether a file, or one in a directory, can be written by its owner."""
+    files = [path, *(os.path.join(path, name) for name in _names_in(path))]
+    modes = [os.lstat(each).st_mode for each in files if os.path.exists(each)]
+    return any(stat.S_ISREG(mode) and mode & 0o222 for mode in modes)
+
+
+def _names_in(path: str) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(path)
+    return []
 
 
 def _remove_ours(place: Path, owner: int) -> None:
@@ -389,6 +407,8 @@ class Bubblewrap(Engine):
                 options += ["--size", source, "--tmpfs", target]
             elif kind == "lock":
                 options += ["--remount-ro", target]
+            elif kind == "proc":
+                options += ["--proc", target, *_proc_options(target), "--remount-ro", target]
             else:
                 options += [f"--{kind}", target]
         return [*options, "--chdir", command.cwd]
@@ -522,6 +542,7 @@ class Podman(Engine):
         options += ["--network=none", "--no-hosts", "--hostname=sandbox", "--unsetenv-all"]
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--security-opt=seccomp={self._profile}"]
+        options += [f"--security-opt=mask={':'.join(_masked())}"]
         options += ["--read-only", "--read-only-tmpfs=false", f"--shm-size={limits.scratch}"]
         # What is mounted below it is made there, not copied: its owner may have no number inside.
         options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch},notmpcopyup"]

@@ -40,6 +40,16 @@ CAPABILITY_VERSION = 0x2008_0522
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
 READY = b"ready"
 IDLE = 600.0  # seconds without a command after which a zygote exits
+# The parts of /proc that expose the whole machine, or change it.
+HIDDEN = (
+    "kcore",
+    "key-users",
+    "keys",
+    "kmsg",
+    "sched_debug",
+    "sysrq-trigger",
+    "timer_list",
+)
 AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP = 2, 2, 0x8914, 1
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -336,9 +346,40 @@ def _add(kind: str, source: str, target: str) -> None:
         if kind == "scratch":
             _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={source}")
         elif kind == "proc":
-            _mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            _build_proc(target)
         else:
             _build_dev(target)
+
+
+def _build_proc(proc: str) -> None:
+    own = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount("proc", proc, "proc", own)
+    for name, is_hidden in proc_covers(proc):
+        path = f"{proc}/{name}"
+        _bind("/old/dev/null" if is_hidden else path, path, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    # A driver may add more while the command runs.
+    _mount("none", proc, None, MS_REMOUNT | MS_BIND | MS_RDONLY | own)
+
+
+def proc_covers(proc: str) -> list[tuple[str, bool]]:
+    """Return the entries of ``/proc`` to cover now: whether they are hidden, or else read-only.
+
+    A process of root, without any capability, can read and write there what root can.
+    """
+    found: list[tuple[str, bool]] = []
+    with os.scandir(proc) as entries:
+        for entry in entries:
+            if entry.name.isdigit() or entry.is_symlink():
+                continue
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:  # its driver has just gone
+                continue
+            if entry.name in HIDDEN or (not entry.is_dir() and not mode & 0o004):
+                found.append((entry.name, True))
+            elif entry.is_dir() or mode & 0o222:
+                found.append((entry.name, False))
+    return found
 
 
 def _build_dev(dev: str) -> None:
