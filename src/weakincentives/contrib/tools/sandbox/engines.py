@@ -270,40 +270,38 @@ def _programs() -> Iterator[Mount]:
 
 
 def _proc_options(proc: str) -> Iterator[str]:
-    """Yield bubblewrap's options that cover the parts of ``/proc`` that are there now."""
-    from weakincentives.contrib.tools.sandbox.launcher import proc_covers
+    """Yield bubblewrap's options for a ``/proc`` like the one of our own launcher."""
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 
-    for name, is_hidden in proc_covers(proc):
-        path = f"{proc}/{name}"
+    yield from ("--proc", proc)
+    for name in hidden_in(proc):
         # An entry that has gone by then needs no cover.
-        yield from ("--ro-bind-try", "/dev/null" if is_hidden else path, path)
+        yield from ("--ro-bind-try", "/dev/null", f"{proc}/{name}")
+    yield from ("--remount-ro", proc)
 
 
 # Directories of /proc that the runtimes of containers make read-only by themselves.
 _READ_ONLY = {"asound", "bus", "fs", "irq", "sys", "sysrq-trigger"}
 
 
-def _masked() -> Iterator[str]:
-    """Yield the parts of ``/proc`` to hide in a container, where they cannot be made read-only."""
-    from weakincentives.contrib.tools.sandbox.launcher import proc_covers
+def _masked(proc: str) -> Iterator[str]:
+    """Yield the parts of ``/proc`` to hide in a container, where it cannot be read-only."""
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 
-    for name, is_hidden in proc_covers("/proc"):
-        path = f"/proc/{name}"
-        if is_hidden or (name not in _READ_ONLY and _has_writable(path)):
-            yield path
+    yield from (f"{proc}/{name}" for name in hidden_in(proc))
+    for name in os.listdir(proc):
+        if not name.isdigit() and name not in _READ_ONLY and _has_writable(f"{proc}/{name}"):
+            yield f"{proc}/{name}"
 
 
 def _has_writable(path: str) -> bool:
     """Tell whether a file, or one in a directory, can be written by its owner."""
-    files = [path, *(os.path.join(path, name) for name in _names_in(path))]
-    modes = [os.lstat(each).st_mode for each in files if os.path.exists(each)]
-    return any(stat.S_ISREG(mode) and mode & 0o222 for mode in modes)
-
-
-def _names_in(path: str) -> list[str]:
     with suppress(OSError):
-        return os.listdir(path)
-    return []
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return any(_has_writable(os.path.join(path, name)) for name in os.listdir(path))
+        return stat.S_ISREG(mode) and mode & 0o222 != 0
+    return False
 
 
 def _remove_ours(place: Path, owner: int) -> None:
@@ -408,7 +406,7 @@ class Bubblewrap(Engine):
             elif kind == "lock":
                 options += ["--remount-ro", target]
             elif kind == "proc":
-                options += ["--proc", target, *_proc_options(target), "--remount-ro", target]
+                options += _proc_options(target)
             else:
                 options += [f"--{kind}", target]
         return [*options, "--chdir", command.cwd]
@@ -542,7 +540,7 @@ class Podman(Engine):
         options += ["--network=none", "--no-hosts", "--hostname=sandbox", "--unsetenv-all"]
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--security-opt=seccomp={self._profile}"]
-        options += [f"--security-opt=mask={':'.join(_masked())}"]
+        options += [f"--security-opt=mask={':'.join(_masked('/proc'))}"]
         options += ["--read-only", "--read-only-tmpfs=false", f"--shm-size={limits.scratch}"]
         # What is mounted below it is made there, not copied: its owner may have no number inside.
         options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch},notmpcopyup"]

@@ -12,6 +12,7 @@ import marshal
 import os
 import resource
 import select
+import stat
 import struct
 import sys
 
@@ -354,31 +355,26 @@ def _add(kind: str, source: str, target: str) -> None:
 def _build_proc(proc: str) -> None:
     own = MS_NOSUID | MS_NODEV | MS_NOEXEC
     _mount("proc", proc, "proc", own)
-    for name, is_hidden in proc_covers(proc):
-        path = f"{proc}/{name}"
-        _bind("/old/dev/null" if is_hidden else path, path, MS_RDONLY | MS_NOSUID | MS_NODEV)
-    # A driver may add more while the command runs.
+    for name in hidden_in(proc):
+        _bind("/old/dev/null", f"{proc}/{name}", MS_RDONLY | MS_NOSUID | MS_NODEV)
+    # All of it: a driver may add more while the command runs.
     _mount("none", proc, None, MS_REMOUNT | MS_BIND | MS_RDONLY | own)
 
 
-def proc_covers(proc: str) -> list[tuple[str, bool]]:
-    """Return the entries of ``/proc`` to cover now: whether they are hidden, or else read-only.
+def hidden_in(proc: str) -> list[str]:
+    """Return the entries that ``/proc`` has now and a command may not read.
 
-    A process of root, without any capability, can read and write there what root can.
+    A process of root, without any capability, can still read what only root can.
     """
-    found: list[tuple[str, bool]] = []
-    with os.scandir(proc) as entries:
-        for entry in entries:
-            if entry.name.isdigit() or entry.is_symlink():
-                continue
+    found: list[str] = []
+    for name in os.listdir(proc):
+        if not name.isdigit():
             try:
-                mode = entry.stat().st_mode
+                mode = os.lstat(f"{proc}/{name}").st_mode
             except FileNotFoundError:  # its driver has just gone
                 continue
-            if entry.name in HIDDEN or (not entry.is_dir() and not mode & 0o004):
-                found.append((entry.name, True))
-            elif entry.is_dir() or mode & 0o222:
-                found.append((entry.name, False))
+            if name in HIDDEN or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
+                found.append(name)
     return found
 
 
