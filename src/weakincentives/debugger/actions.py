@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -41,6 +40,7 @@ from weakincentives.runtime.undo import (
     undoes_rewind,
 )
 from weakincentives.serde import parse
+from weakincentives.state import python
 from weakincentives.text import harmless
 
 T = TypeVar("T")
@@ -197,8 +197,7 @@ def _start(made: Fork, change: Change) -> None:
     assert made.run is not None
     log = made.run.path.with_suffix(".out")
     # The rules are known to the run; named here, too, since the person has just chosen them.
-    # Not from the current directory: an agent may have written a package of our name there.
-    argv = [sys.executable, "-P", "-m", "weakincentives.cli", "resume", made.run.id]
+    argv = [*python(_PROGRAM), "resume", made.run.id]
     argv += [f"--workspace={made.workspace}", "--json", "--ask-elsewhere"]
     argv += [f"--policy={each}" for each in change.policies]
     argv += ["--", change.message] if change.message else []
@@ -220,6 +219,7 @@ def _start(made: Fork, change: Change) -> None:
     _children[:] = [each for each in _children if each.poll() is None]
 
 
+_PROGRAM = "from weakincentives.cli.entry import main; main()"
 _MOST_SHOWN = 200_000
 """Characters of a request; beyond that, it says that not everything is shown."""
 _children: list[subprocess.Popen[bytes]] = []

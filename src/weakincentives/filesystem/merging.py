@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from weakincentives.filesystem.paths import Parts, join_path, outermost, shown
 from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import write_all
+from weakincentives.programs import SYSTEM_PATH, find_program
 
 Prefer = Literal["branch", "workspace"]
 """Whose version of a conflicting path is taken."""
@@ -445,7 +445,7 @@ def merged_text(before: bytes, ours: bytes, theirs: bytes) -> bytes | None:
 
     That is done by ``git merge-file``; without git there is no merging of lines.
     """
-    git = shutil.which("git")
+    git = find_program("git")
     texts = (ours, before, theirs)
     if git is None or any(b"\0" in each or len(each) > _MOST_TEXT for each in texts):
         return None
@@ -457,7 +457,7 @@ def merged_text(before: bytes, ours: bytes, theirs: bytes) -> bytes | None:
             done = subprocess.run(
                 [git, "merge-file", "-p", "-q", *names],
                 cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"},
+                env={"PATH": SYSTEM_PATH, "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_PATIENCE,

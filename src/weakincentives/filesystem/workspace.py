@@ -39,6 +39,7 @@ from weakincentives.filesystem.scan import External, Noted
 from weakincentives.filesystem.store import Limits, Store
 from weakincentives.filesystem.tree import Tree
 from weakincentives.gate import Gate
+from weakincentives.programs import agents_can_write
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -75,6 +76,7 @@ class Workspace:
             opened.callback(self.tree.close)
             self.external = External(self.tree, self.store)
             self.commands = Commands(self.store)
+            agents_can_write(self.tree.path)
             self.reserved = Reserved(self.tree.path, store=self.store.path, unprotected=unprotected)
             watched = Watched(self.tree.path, self.store.path)
             opened.pop_all()
