@@ -27,8 +27,8 @@ test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 $(PYTEST)
 
-torture: $(READY)  ## Kill a working process for SECONDS=600 (a failure names its SEED= to repeat it), then 1,000 random examples of every property, 10,000 of histories with branches and kills, 1,000 runs of 8 agents, 1,000 kills between commit and save, and KILLS=1000 of workers.
-	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
+torture: $(READY)  ## Kill a working process for SECONDS=600, and one that prunes for as long (a failure names its SEED= to repeat it), then 1,000 random examples of every property, 10,000 of histories with branches and kills, 1,000 runs of 8 agents, 1,000 kills between commit and save, and KILLS=1000 of workers.
+	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
 	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST) --dist load -m hypothesis
 	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
