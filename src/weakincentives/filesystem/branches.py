@@ -46,10 +46,11 @@ from weakincentives.filesystem.layers import (
     Look,
     Node,
     names_of,
+    node_at,
     walk,
     xattrs_at,
 )
-from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
+from weakincentives.filesystem.merging import Merge, Prefer, has_content
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts
 from weakincentives.filesystem.redo import MakeRedo, Redo, keep, pack, unpack
 from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers

@@ -15,7 +15,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, walk_kinds
+from weakincentives.filesystem.layers import Disk, Layer, Look, node_at, walk_kinds
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
@@ -207,20 +207,13 @@ def _is_repository(place: Parts, look: Look, added: str | None = None) -> bool:
 
 
 def _kind(look: Look, parts: Parts) -> NodeKind | None:
-    node = _node(look, parts)
+    node = node_at(look, parts)
     return None if node is None else node.kind
-
-
-def _node(look: Look, parts: Parts) -> Node | None:
-    try:
-        return look.node(parts)
-    except OSError:
-        return None
 
 
 def _is_same(before: Look, parts: Parts, now: Look, place: Parts) -> bool:
     """Tell whether two files have the same content and mode."""
-    was, found = _node(before, parts), _node(now, place)
+    was, found = node_at(before, parts), node_at(now, place)
     if was is None or found is None or not was.kind == found.kind == "file":
         return False
     same = (was.size, was.mode) == (found.size, found.mode)
