@@ -33,8 +33,7 @@ from weakincentives.filesystem.disk import HostFilesystem
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import BRANCHES, Committed, Past, append_line
 from weakincentives.filesystem.journal import JOURNAL
-from weakincentives.filesystem.layers import Changed, Cover, Disk, Layer, Look, Node
-from weakincentives.filesystem.merging import node_at
+from weakincentives.filesystem.layers import Changed, Cover, Disk, Layer, Look, Node, node_at
 from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.staging import Step

@@ -697,7 +697,16 @@ class HostFilesystem(OnDisk):
         workspace = self._workspace
         with self._turn(), workspace.lock, self._lock:
             self.check_writable(call.name)
-            return self._atomically(lambda: act(self._open_changes), call_under_way() or call)
+
+            def act_and_check() -> R:
+                changes = self._open_changes
+                count = len(changes.records)
+                result = act(changes)
+                # As a whole: what is put there was checked under the rules of a branch, if at all.
+                workspace.check_found(changes.records[count:])
+                return result
+
+            return self._atomically(act_and_check, call_under_way() or call)
 
     def branch(self, name: str = "", **options: Any) -> Branch:
         """Make a branch of this directory: see :class:`~weakincentives.filesystem.Branch`."""

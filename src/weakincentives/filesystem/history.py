@@ -714,6 +714,8 @@ class History(Past):
             self._part_links(name, edited)
             trees = self.trees(serial)
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Of a call with the same serial, whose removal a kill has cut short.
+            remove_tree(trees / name)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
     def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
@@ -789,23 +791,34 @@ class History(Past):
         if not uses.count(most):
             return 0
         try:
-            self._remove(beyond, uses)
+            self._remove(beyond, uses, safe=self.store.safe or most == sys.maxsize)
         except BaseException:
             self._uses = None  # count again: an entry may still be there
             raise
         return len(beyond)
 
-    def _remove(self, serials: Iterable[int], uses: Uses) -> None:
+    def _remove(self, serials: Iterable[int], uses: Uses, *, safe: bool) -> None:
+        """Remove entries, then what only they needed: a kill leaves no entry that lacks something.
+
+        What it leaves of the rest, the next ``prune`` removes.
+        """
+        unused: set[str] = set()
+        trees: list[Path] = []
         for serial in serials:
             keep(self.store.path, self.redo(serial))
-            # The entry last: after a kill, the next trim finds it again.
-            for digest in uses.forget(serial):
-                self.store.objects.remove(digest)
             self._file(serial).unlink(missing_ok=True)
-            remove_tree(self.trees(serial))
+            unused |= uses.forget(serial)
+            trees.append(self.trees(serial))
             size = self._known().pop(serial)
             self.own.discard(serial)
             self._total = None if self._total is None else self._total - size
+        if safe:
+            with Held(os.open(self._path, os.O_RDONLY)) as fd:
+                os.fsync(fd)
+        for digest in unused:
+            self.store.objects.remove(digest)
+        for each in trees:
+            remove_tree(each)
         self._shorten_index()
 
     def _shorten_index(self) -> None:

@@ -19,7 +19,7 @@ from weakincentives.errors import MergeConflict
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import FileChange, file_changes
 from weakincentives.filesystem.entry import Entry, apply_entry, create, new_file
-from weakincentives.filesystem.layers import Forward, Look, Node, walk, xattrs_at
+from weakincentives.filesystem.layers import Forward, Look, Node, node_at, walk, xattrs_at
 from weakincentives.filesystem.paths import Parts, join_path, outermost, shown
 from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
@@ -413,14 +413,6 @@ class Merge:
 
 _UNKNOWN = Entry("other")
 _MODES = "has other permissions in the branch than others gave it"
-
-
-def node_at(look: Look, parts: Parts) -> Node | None:
-    """Return the entry at a path; None also below a file or link."""
-    try:
-        return look.node(parts)
-    except OSError:
-        return None
 
 
 def has_content(look: Look, parts: Parts, entry: Entry) -> bool:

@@ -621,7 +621,11 @@ class External:
         """
         is_old = self._manifest is None and last_scan(self._store.scan) < before
         if is_old:
-            remove_tree(self._store.scan)
+            # Away first: a manifest without its contents must not be found. A store removes
+            # such names when it is opened.
+            gone = self._store.path / f"scan-{os.urandom(4).hex()}.new"
+            os.rename(self._store.scan, gone)
+            remove_tree(gone)
         return is_old
 
     def close(self) -> None:

@@ -44,7 +44,15 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
-from weakincentives.filesystem.layers import Disk, Forward, Layer, Look
+from weakincentives.filesystem.layers import (
+    Cover,
+    Disk,
+    Forward,
+    Layer,
+    Look,
+    Origin,
+    node_at,
+)
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
@@ -110,7 +118,7 @@ class WorkspaceHistory:
         other paths all but the first thousand.
         """
         for delta, before, after in _backwards(self._past, self._disk):
-            left = _Left(after)
+            left = _Left(self._past, after)
             left.include(delta)
             paths = changed_paths(delta.records, before, after)
             effort = Effort(largest=1 << 20, files=1000)
@@ -203,11 +211,11 @@ def _changes_of(
 ) -> tuple[FileChange, ...]:
     """Compare before the first and after the last of some calls, at the paths they changed."""
     paths: set[Parts] = set()
-    newest = _Left(disk)
+    newest = _Left(past, disk)
     for delta, before, after in _backwards(past, disk):
         serial = delta.committed.serial
         if serial == max(serials):
-            newest = _Left(after)
+            newest = _Left(past, after)
         if serial <= max(serials):
             newest.include(delta)
         if serial in serials:
@@ -221,9 +229,10 @@ def _changes_of(
 class _Left(Forward):
     """The changed paths as calls left them, without later changes by others."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, past: Past, look: Look) -> None:
         self.look = look
-        self._after: dict[Parts, Entry | None] = {}
+        self._past = past
+        self._after: dict[Parts, tuple[Delta, Entry | None]] = {}
         self._known: dict[Parts, bool] = {}
         """Directories that arrived or went as a whole: whether all their entries are known."""
 
@@ -231,7 +240,7 @@ class _Left(Forward):
         """Add an earlier call; what later calls replaced as a whole is not as it left it."""
         for parts, entry in delta.after.items():
             if not any(parts[:depth] in self._known for depth in range(len(parts))):
-                self._after.setdefault(parts, entry)
+                self._after.setdefault(parts, (delta, entry))
         for record in delta.records:
             if record.op == "moved":
                 self._known.setdefault(record.path, False)
@@ -244,30 +253,43 @@ class _Left(Forward):
             self._known.setdefault(parts, True)
 
     def node(self, parts: Parts) -> Entry | None:
-        now = self.look.node(parts)
         if parts not in self._after:
-            above = (parts[:depth] for depth in reversed(range(len(parts))))
-            is_known = next((self._known[each] for each in above if each in self._known), False)
-            return None if is_known else now
-        left = self._after[parts]
+            now = self.look.node(parts)
+            return None if self._is_known(parts) else now
+        left, now = self._after[parts][1], node_at(self.look, parts)
         if left is None or now is None or not matches(left, now):
+            if left is not None and left.is_directory and self._known.get(parts) is False:
+                # It was moved as a whole, and someone has removed it with what was in it.
+                raise OSError(errno.ESTALE, "changed since")
             return left
-        return now._replace(xattrs=left.xattrs, digest=left.digest)
+        mode = left.mode if left.ctime_ns else now.mode
+        return now._replace(mode=mode, xattrs=left.xattrs, digest=left.digest)
+
+    def _is_known(self, parts: Parts) -> bool:
+        """Whether calls are known to have left nothing at a path that they did not record."""
+        for depth in reversed(range(len(parts))):
+            above = parts[:depth]
+            if above in self._after:
+                left = self._after[above][1]
+                if left is None or not left.is_directory:
+                    return True
+            if above in self._known:
+                return self._known[above]
+        return False
 
     def read(self, parts: Parts) -> bytes:
-        data = self.look.read(parts)
-        self._check(parts, data)
-        return data
+        delta, left = self._after.get(parts, (None, None))
+        if delta is None or left is None or left.digest is None:
+            return self.look.read(parts)
+        with contextlib.suppress(OSError):
+            data = self.look.read(parts)
+            if hashlib.sha256(data).hexdigest() == left.digest:
+                return data
+        return self._past.left(delta, left)  # someone has changed or removed it since
 
     def link_target(self, parts: Parts) -> str:
-        target = self.look.link_target(parts)
-        self._check(parts, os.fsencode(target))
-        return target
-
-    def _check(self, parts: Parts, data: bytes) -> None:
-        left = self._after.get(parts)
-        if left is not None and left.digest not in (None, hashlib.sha256(data).hexdigest()):
-            raise OSError(errno.ESTALE, "changed since")
+        left = self._after.get(parts, (None, None))[1]
+        return self.look.link_target(parts) if left is None or left.target is None else left.target
 
 
 def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
@@ -275,11 +297,35 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
     after = Layer(disk)
     for delta in past.readable(past.after(0)):
         try:
+            after = _as_moved(past, delta, after)
             before = before_call(past, delta, after)
         except OSError:
             return  # later changes hide what was there
         yield delta, before, after
         after = before
+
+
+def _as_moved(past: Past, delta: Delta, after: Layer) -> Layer:
+    """Return the state after a call with the files that it moved as they were then.
+
+    Of a moved file the record has only the paths: what someone has changed or removed since would
+    show as what the call found.
+    """
+    for record in delta.records:
+        left = delta.after.get(record.path)
+        if record.op != "moved" or left is None or left.kind not in ("file", "link"):
+            continue
+        now = node_at(after, record.path)
+        if now is not None and left.kind == now.kind and matches(left, now):
+            continue
+        if left.kind == "link":
+            source: Origin = os.fsencode(left.target or "")
+        elif left.digest in delta.kept or (left.digest or "") in past.objects:
+            source = partial(past.left, delta, left)
+        else:
+            continue
+        after = after.make_directories(record.path[:-1], 0).put(record.path, Cover(left, source))
+    return after
 
 
 # Undoing

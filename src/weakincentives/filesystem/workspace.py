@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -269,6 +269,7 @@ class Workspace:
         if changes.has_programs:
             self.external.settle(changes, last=True)
             self.check_found(changes.since(None))
+        self._check_assembled(changes.records)
         serial = changes.commit(call, undoes, redo)
         self._end_in_place(changes)
         self._committed(serial)
@@ -331,6 +332,22 @@ class Workspace:
             self.reserved.check_changed(*self.changed_by(records))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. Everything is rolled back") from error
+
+    def _check_assembled(self, records: Sequence[Record]) -> None:
+        """Raise ProtectedPath if the result of a transaction is a git repository that never was."""
+        paths = {parts for record in records for parts in record.paths}
+        if suspects := self.reserved.may_assemble(paths):
+            before = self.changed_by(list(records))[1]
+            earlier = functools.partial(self._earlier, before)
+            self.reserved.check_assembled(suspects, before, self.disk, earlier)
+
+    def _earlier(self, now: Look) -> Iterator[tuple[Look, int]]:
+        """Yield the states before each committed call, newest first, and when the call ended."""
+        layer = Layer(now)
+        with contextlib.suppress(OSError):  # later changes hide what was there
+            for delta in self.history.readable(self.history.after(0)):
+                layer = undone(layer, delta.records, replaced_by(self.history, delta))
+                yield layer, self.history.moment(delta.committed.serial)
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return all paths changed by uncommitted records, sorted, and looks before and now."""
