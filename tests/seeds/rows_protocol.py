@@ -92,6 +92,8 @@ def doing(body: Callable[..., Any] = lambda context: None, **options: Any) -> To
         return body(context)
 
     work.__doc__ = "Work."
+    if "retry" in options:
+        options.setdefault("reach", "reversible")  # otherwise a call is never re-run
     return tool(name="work", **options)(work)
 
 

@@ -191,27 +191,26 @@ def raises_through(error: BaseException) -> bool:
 
 
 def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]:
-    """Return the result for a failure, worded for the model; log it."""
-    level, cause = logging.INFO, None
+    """Return the result for a failure, worded for the model."""
     name, text = transaction.call.name, _text(error)
     if isinstance(error, Failed):
         transaction.answered = True
-        result: ToolResult[Any] = _well_formed(transaction, error.result)
-    elif isinstance(error, Suspended):
+        return _well_formed(transaction, error.result)
+    if isinstance(error, Suspended):
         transaction.answered = True  # a suspended call has not taken effect
         undone = " and rolled back" if transaction.ran else ""
         said = f"'{name}' was suspended{undone}: {type(error).__name__}"
         return ToolResult.error(said, code=SUSPENDED)
-    elif isinstance(error, Refusal):
+    if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
             transaction.denied_by = error.policy
         failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
-        result = ToolResult(text, success=False, failure=failure)
-    elif isinstance(error, ToolTimeout):
-        result = ToolResult.error(text, code="TIMEOUT")
-    elif isinstance(error, MergeConflict):
-        result = ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
-    elif raises_through(error):
+        return ToolResult(text, success=False, failure=failure)
+    if isinstance(error, ToolTimeout):
+        return ToolResult.error(text, code="TIMEOUT")
+    if isinstance(error, MergeConflict):
+        return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
+    if raises_through(error):
         code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), None)
         if code is not None:
             said = f"{type(error).__name__}: {text}"
@@ -219,38 +218,42 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
             ended = "ended, and was rolled back" if transaction.ran else "ran"
             said = f"'{name}' was interrupted before it {ended}"
         return ToolResult.error(said, code=code or INTERRUPTED, recoverable=False)
-    elif isinstance(error, ContractError):
-        result = ToolResult.error(text, code="CONTRACT_VIOLATION")
-    elif isinstance(error, (ToolValidationError, ValueError)):
-        result = ToolResult.error(text, code="VALIDATION_FAILED")
-        if not isinstance(error, ToolValidationError):
-            cause = error
-            # Raised by a library, not worded by the handler: most likely a bug.
-            if isinstance(error, (JSONDecodeError, UnicodeError)):
-                level = logging.ERROR
-    elif isinstance(error, TypeError):
-        _logger.error("tool %s raised a TypeError", name, exc_info=error)
+    if isinstance(error, ContractError):
+        return ToolResult.error(text, code="CONTRACT_VIOLATION")
+    if isinstance(error, (ToolValidationError, ValueError)):
+        return ToolResult.error(text, code="VALIDATION_FAILED")
+    if isinstance(error, TypeError):
         message = f"Tool '{name}' failed on a value of the wrong type: {text}"
         return ToolResult.error(message, code="TYPE_ERROR", recoverable=False)
-    elif isinstance(error, NeedsItsPlace):  # nested: the call it belongs to is re-run
+    if isinstance(error, NeedsItsPlace):  # nested: the call it belongs to is re-run
         return ToolResult.error(text, code="NEEDS_ITS_PLACE")
-    else:
-        return _internal_error(name, text, error)
-    if _logger.isEnabledFor(level):
-        code = cast("ToolError", result.failure).code
-        said = shown(result.message.partition("\n")[0])
-        _logger.log(level, "tool %s failed (%s): %s", shown(name), code, said, exc_info=cause)
-    return result
-
-
-def _internal_error(name: str, text: str, error: BaseException) -> ToolResult[Any]:
     from weakincentives.retry import code_of
 
-    _logger.error("tool %s failed", name, exc_info=error)
     code = code_of(error)  # a failure of the network or the like: a retry may succeed
     return ToolResult.error(
         f"Internal error: {text}", code=code or "INTERNAL_ERROR", recoverable=code is not None
     )
+
+
+_EXPECTED = (
+    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError
+)  # fmt: skip
+"""Failures that are no bug: a line in the log, without a traceback."""
+
+
+def log(transaction: Transaction, result: ToolResult[Any], error: BaseException) -> None:
+    """Log the failure of a call that is not retried: a bug as an error, with its traceback."""
+    if raises_through(error) or isinstance(error, NeedsItsPlace):
+        return
+    level, cause = logging.ERROR, error
+    if isinstance(error, _EXPECTED):
+        level, cause = logging.INFO, None
+    elif isinstance(error, ValueError) and not isinstance(error, (JSONDecodeError, UnicodeError)):
+        level = logging.INFO  # worded by the handler; the others are raised by a library
+    if _logger.isEnabledFor(level):
+        code = cast("ToolError", result.failure).code
+        name, said = shown(transaction.call.name), shown(result.message.partition("\n")[0])
+        _logger.log(level, "tool %s failed (%s): %s", name, code, said, exc_info=cause)
 
 
 def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResult[Any]:

@@ -243,6 +243,7 @@ async def undo(transaction: Transaction, error: BaseException) -> Transaction | 
         transaction.roll_back(None)
         transaction.signal.cancel(result.message)
         return transaction.next_attempt(wait)
+    answers.log(transaction, result, error)
     _roll_back(transaction, result)
     return None
 
