@@ -37,6 +37,7 @@ OURS = {
     "render": ("--quick",),
     "mcp_calls": ("--quick",),
     "import_time": ("--quick",),
+    "command_line": ("--quick",),
     "size": (),
 }
 """Our scripts, and what each takes for a quick run."""
@@ -49,7 +50,7 @@ INTEGRATIONS = (
     "smolagents",
 )
 """The extras of the frameworks that we run inside of."""
-EXTRAS = {"evaluate": "asteval", "mcp_calls": "mcp"}
+EXTRAS = {"command_line": "cli", "evaluate": "asteval", "mcp_calls": "mcp"}
 """What a script needs beside the core, which has an environment of its own."""
 
 

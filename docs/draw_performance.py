@@ -14,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parent / "benchmarks"
+NOT_TESTED = "\N{EN DASH}"
 START, END = "<!-- table: written by draw_performance.py -->", "<!-- end of table -->"
 
 OURS, OTHERS = "#0b6e4f", "#9aa8a6"
@@ -26,6 +27,8 @@ def main() -> None:
         (HERE / "plots" / name).write_text(picture)
     page = HERE / "performance.md"
     page.write_text(with_table(page.read_text(), results))
+    readme = HERE.parent / "README.md"
+    readme.write_text(with_comparison(readme.read_text(), results))
 
 
 # What is shown
@@ -87,6 +90,51 @@ def with_table(page: str, results: dict) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in [*head, *kept])
     before, rest = page.split(START)
     return f"{before}{START}\n\n{table}\n\n{END}{rest.split(END)[1]}"
+
+
+def with_comparison(readme: str, results: dict) -> str:
+    """Return the README with what was measured in the rows of its comparison."""
+    calls, further = direct_calls(results), further_calls(results)
+    others = [name for name in further if not name.startswith("WINK")]
+    least, most = others[0], others[-1]
+    ours = sorted(further[f"WINK, {kind}"] for kind in ("async", "sync"))
+    undo = {
+        row["what"]: row["roll_back"]["wall_p10"] / 1000
+        for row in _rows_of_many_files(results)
+        if "roll_back" in row
+    }
+
+    def shown(name: str) -> str:
+        return f"{number(calls[name])} µs ({name})"
+
+    rows = {
+        "Write one file among 50,000, and roll back": (
+            f"{undo['disk write']:.2f} ms", NOT_TESTED, NOT_TESTED, f"{undo['disk git']:.0f} ms",
+        ),
+        "One more call in a turn": (
+            f"{ours[0]:.0f} to {ours[1]:.0f} µs",
+            f"{number(further[least])} µs ({least}) to {number(further[most])} µs ({most})",
+            NOT_TESTED,
+            NOT_TESTED,
+        ),
+        "**Better elsewhere:** one bare call": (
+            f"{calls['WINK: transaction, two policies']:.0f} µs with policies, transaction and "
+            "record",
+            "without any of it: "
+            + ", ".join(map(shown, ("smolagents", "openai-agents", "google-adk", "pydantic-ai"))),
+            f"{shown('mcp')}, {shown('fastmcp')}",
+            NOT_TESTED,
+        ),
+    }  # fmt: skip
+    for label, cells in rows.items():
+        row = f"| {label} | {' | '.join(cells)} |"
+        readme = re.sub(rf"^\| {re.escape(label)} \|.*$", row, readme, flags=re.MULTILINE)
+    return readme
+
+
+def _rows_of_many_files(results: dict) -> Iterable[dict]:
+    rows = results["ours"]["disk"]["rows"]
+    return (row for row in rows if row.get("files") == 50_000 and row.get("durability") != "safe")
 
 
 def _ours(results: dict, script: str, what: str) -> list[dict]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -19,6 +19,7 @@ from weakincentives.errors import (
     ProviderThrottled,
 )
 
+Turns = Sequence[ModelTurn | ProviderError] | Callable[[dict[str, Any]], ModelTurn | ProviderError]
 NATIVE = {"bash": "Bash", "edit": "Edit", "read": "Read", "write": "Write"}
 
 
@@ -27,11 +28,10 @@ class MessagesServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self, turns: Sequence[ModelTurn | ProviderError], keeps_calls: bool = False
-    ) -> None:
+    def __init__(self, turns: Turns, keeps_calls: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.turns = list(turns)
+        self.choose = turns if callable(turns) else None
+        self.turns = [] if callable(turns) else list(turns)
         self.keeps_calls = keeps_calls
         self.requests: list[dict[str, Any]] = []
         self.numbers = count(1)
@@ -59,10 +59,11 @@ class MessagesServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(
-    turns: Sequence[ModelTurn | ProviderError], *, keeps_calls: bool = False
-) -> Iterator[MessagesServer]:
-    """Serve turns; with ``keeps_calls``, the names and ids of their calls are sent as they are."""
+def serving(turns: Turns, *, keeps_calls: bool = False) -> Iterator[MessagesServer]:
+    """Serve turns, or what a function of the request returns.
+
+    With ``keeps_calls``, the names and ids of calls are sent as they are.
+    """
     server = MessagesServer(turns, keeps_calls)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -94,7 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
         assert request["stream"], "the program asks for a stream"
         server = self.server
         server.requests.append(request)
-        turn = server.turns.pop(0) if server.turns else ModelTurn(text="The script has ended.")
+        turn: ModelTurn | ProviderError = ModelTurn(text="The script has ended.")
+        if server.choose is not None:
+            turn = server.choose(request)
+        elif server.turns:
+            turn = server.turns.pop(0)
         if isinstance(turn, ProviderError):
             self._fail(turn)
             return

@@ -31,6 +31,8 @@ WinkError
 ├── WorkspaceLocked                  another process has the directory open
 ├── StateUnavailable                 the operator must act: no private directory for state
 ├── StoreRefused                     a store of another user, or a damaged one
+├── LogUnavailable                   the operator must act: a log cannot be read or written
+├── StaleHead                        another operation was appended first
 ├── HistoryDamaged                   the record of a committed call cannot be read
 │   └── ContentDamaged                 stored content is damaged (also an OSError)
 ├── UndoRefused                      paths to be undone have changed since
@@ -165,11 +167,14 @@ class Refusal(WinkError):
         recoverable: bool = True,
         policy: str = "",
         suggestions: Sequence[str] = (),
+        problem: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code or type(self).code
+        self.problem = problem or message
+        """What is wrong, in the Protocol's words, for programs; the message is for the model."""
         self.recoverable = recoverable
-        """Whether the same call may be admitted later, or with other arguments."""
+        """Whether the same call may be admitted later."""
         self.policy = policy
         self.suggestions = tuple(suggestions)
 
@@ -319,6 +324,14 @@ class StateUnavailable(WinkError):
 
 class StoreRefused(WinkError):
     """A store is not owned by this user, or is damaged; nothing in it is used."""
+
+
+class LogUnavailable(WinkError):
+    """The database of a log cannot be opened, read or written: nothing is changed until it can."""
+
+
+class StaleHead(WinkError):
+    """An operation was made on a head that another one has replaced."""
 
 
 class HistoryDamaged(WinkError):

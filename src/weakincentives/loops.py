@@ -154,7 +154,8 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         if error is None:
             future.set_result(value)  # type: ignore[arg-type]
         elif isinstance(error, StopIteration):
-            future.set_exception(RuntimeError(f"the handler raised StopIteration: {error}"))
+            # A future takes no StopIteration.
+            future.set_exception(RuntimeError(str(error) or "StopIteration"))
         else:
             future.set_exception(error)
 

@@ -67,6 +67,18 @@ def state_path() -> Path:
     return _place() / "wink"
 
 
+def stores_of(root: str) -> Iterator[str]:
+    """Yield where the store of a workspace may be: beside it, then in the state directory.
+
+    The path of the workspace is resolved. Unless a run has been told to use another store, one of
+    these exists once a run has worked there.
+    """
+    above, name = os.path.split(root)
+    yield os.path.join(above, f".{name}.wink")
+    mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    yield os.path.join(state_path(), f"{name or 'root'}-{mark}")
+
+
 def _make_private(path: Path) -> None:
     """Refuse anything but a directory of this user; remove access for all others."""
     status = os.lstat(path)
@@ -269,6 +281,15 @@ def source_of(module_file: str, name: str) -> str:
     then nothing can replace the program.
     """
     return Path(module_file).with_name(name).read_text(encoding="utf-8")
+
+
+def python(source: str, *arguments: str) -> Sequence[str]:
+    """Return the command line of a program of ours that uses installed packages.
+
+    Neither the current directory nor the variables of Python can name a module to load instead: the
+    workspace may be there, or in ``PYTHONPATH``.
+    """
+    return [sys.executable, "-P", "-E", "-X", "utf8", "-c", source, *arguments]
 
 
 def program(source: str, *arguments: str) -> Sequence[str]:

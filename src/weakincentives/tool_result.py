@@ -32,7 +32,7 @@ class ToolError:
     code: str
     message: str
     recoverable: bool = True
-    """Whether the model can react to it, or a retry may succeed."""
+    """Whether the same call may succeed later; only then is it retried."""
     suggestions: tuple[str, ...] = ()
 
 

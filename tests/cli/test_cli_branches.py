@@ -415,6 +415,24 @@ def test_a_merge_is_undone_like_a_call_and_the_branch_is_gone(
     assert not (project / "new.txt").exists()
 
 
+def test_a_merge_of_what_is_protected_needs_the_settings_of_the_directory(
+    project: Path, wink: Wink, parser: str
+):
+    with Branch.open(project, "parser", unprotected=[".gitmodules"]) as branch:
+        branch.write(".gitmodules", "x\n")
+    refused = wink("branch", "merge", "parser")
+
+    assert refused.code != 0
+    assert "Cannot change .gitmodules: it is protected" in refused.err
+    assert not (project / "new.txt").exists()
+    (project / "wink.toml").write_text('[policy]\nunprotect = [".gitmodules"]\n')
+    assert "not approved: wink.toml" in wink("branch", "merge", "parser").err
+    approve(project)
+    assert wink("branch", "merge", "parser").code == 0
+    assert (project / ".gitmodules").read_text() == "x\n"
+    assert (project / "new.txt").exists()
+
+
 def test_a_conflict_is_listed_and_nothing_is_merged(project: Path, wink: Wink, parser: str):
     edited = TEXT.replace("line 5", "the person's line")
     (project / "a.txt").write_text(edited)

@@ -406,17 +406,22 @@ def test_a_resumed_run_is_one_run_and_a_call_without_a_run_stands_for_itself(
     assert "other" in wink("undo").out
 
 
-def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project: Path):
+def test_a_diff_shows_what_the_run_wrote_though_a_person_has_changed_it_since(
+    wink: Wink, project: Path
+):
     run = make_run(project, TURNS)
+    before = wink("diff").out
     (project / "new.txt").write_text("mine\n")
+    (project / "src/calc.py").unlink()
 
-    done = wink("diff", f"{run.mark}/6")
-
-    assert "mine" not in done.out
-    assert (done.code, done.out) == (3, "")
-    assert "new.txt: created, and changed since by somebody else" in done.err
-    assert "the patch is not complete: it lacks new.txt" in done.err
-    assert "these files have changed since, outside wink (not shown): new.txt" in done.err
+    for done in (wink("diff", f"{run.mark}/6"), wink("diff")):
+        assert "+new" in done.out
+        assert "mine" not in done.out
+        assert done.code == 0
+        assert "not complete" not in done.err
+        assert "these files have changed since, outside wink (not shown)" in done.err
+        assert "new.txt" in done.err
+    assert done.out == before
 
 
 def test_a_call_that_changed_nothing_has_no_diff(wink: Wink, project: Path):
@@ -757,6 +762,7 @@ def test_an_undo_tells_what_it_did_and_not_what_it_left(wink: Wink, project: Pat
     assert "docs/a +0 -1" in done.out
     assert "mine" not in done.out
     assert "docs holds something that is not from these calls" in done.err
+    assert done.code == 3
     assert (project / "docs/mine").read_text() == "x\n"
 
 
@@ -956,8 +962,74 @@ def test_a_person_s_edit_stays_and_is_listed(wink: Wink, project: Path, written:
     done = wink("rewind", f"{written}/1", "--before")
 
     assert "a was changed outside wink since, and would stay" in shown.err
-    assert (done.code, (project / "a").read_text()) == (0, "mine")
+    assert (done.code, (project / "a").read_text()) == (3, "mine")
     assert "a was changed by someone else since and is left unchanged" in done.err
+    assert outcomes_of(wink)[:3] == ["partly undone", "undone", "undone"]
+
+
+def outcomes_of(wink: Wink) -> list[str]:
+    return [json.loads(line)["outcome"] for line in wink("log", "--json").out.splitlines()]
+
+
+REMOVES = [calls(("delete_file", {"path": "src", "recursive": True})), "Done."]
+
+
+@pytest.mark.parametrize("way", ["undo", "rewind"])
+def test_a_re_created_file_costs_no_other_and_the_exit_code_says_that_it_is_left(
+    wink: Wink, project: Path, way: str
+):
+    for number in range(3):
+        (project / f"src/f{number}").write_text(f"{number}\n")
+    run = make_run(project, REMOVES)
+    (project / "src").mkdir()
+    (project / "src/f1").write_text("mine\n")
+    command = ("undo",) if way == "undo" else ("rewind", f"{run.mark}/1", "--before")
+
+    shown = wink(*command, "--dry-run")
+    done = wink(*command)
+
+    assert "src/f1 was changed outside wink since, and would stay" in shown.err
+    assert "b/src/f0" in shown.out
+    assert "b/src/f1" not in shown.out
+    assert done.code == 3
+    assert "src/f1 was changed by someone else since and is left unchanged" in done.err
+    names = {path.name: path.read_text() for path in (project / "src").iterdir()}
+    assert (names["f0"], names["f1"], names["f2"]) == ("0\n", "mine\n", "2\n")
+    assert "calc.py" in names
+    assert outcomes_of(wink)[0] == "partly undone"
+    assert "partly undone" in wink("log").out
+
+
+def test_what_an_undo_left_is_undone_later_or_replaced_by_force(wink: Wink, project: Path):
+    (project / "src/f1").write_text("1\n")
+    run = make_run(project, REMOVES)
+    (project / "src").mkdir()
+    (project / "src/f1").write_text("mine\n")
+    assert wink("undo").code == 3
+
+    forced = wink("undo", f"{run.mark}/1", "--force")
+
+    assert forced.code == 0, forced.err
+    assert (project / "src/f1").read_text() == "1\n"
+    assert outcomes_of(wink)[0] == "undone"
+
+
+def test_force_restores_what_a_moved_directory_replaced(wink: Wink, project: Path):
+    (project / "lib").mkdir()
+    (project / "lib/one").write_text("one\n")
+    move = {"source": "lib", "destination": "src", "overwrite": True}
+    with HostFilesystem(project) as files:
+        files.move(**move)
+    (project / "src/one").unlink()
+    (project / "src").rmdir()
+
+    shown = wink("undo", "--force", "--dry-run")
+    done = wink("undo", "--force")
+
+    assert "b/src/calc.py" in shown.out
+    assert (project / "src/calc.py").exists()
+    assert done.code == 3
+    assert "lib could not be restored" in done.err
 
 
 def test_a_file_that_another_run_has_changed_is_in_the_way(wink: Wink, project: Path, written: str):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
+import signal
 import subprocess
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ from terminal import WINK, environment, wink
 from messages_server import serving
 from weakincentives.adapters import ModelTurn
 from weakincentives.call import ToolCall
+from weakincentives.filesystem import HostFilesystem
 
 
 @pytest.fixture
@@ -30,9 +37,12 @@ class Claude:
 
     def __init__(self, project: Path) -> None:
         self.project = project
+        self.turn = ""
 
     def tell(self, event: str, **more: Any) -> dict[str, Any]:
         told = {"session_id": "s1", "cwd": str(self.project), "hook_event_name": event, **more}
+        if self.turn:
+            told["prompt_id"] = self.turn
         done = wink("hook", "claude-code", cwd=self.project, stdin=json.dumps(told))
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout) if done.stdout else {}
@@ -41,10 +51,12 @@ class Claude:
         more = {"agent_id": agent} if agent else {}
         return self.tell("PreToolUse", tool_name=name, tool_use_id=use, tool_input=given, **more)
 
-    def after(self, use: str, name: str, answer: object = "ok", **given: str) -> dict[str, Any]:
-        return self.tell(
-            "PostToolUse", tool_name=name, tool_use_id=use, tool_input=given, tool_response=answer
-        )
+    def after(
+        self, use: str, name: str, answer: object = "ok", agent: str = "", **given: str
+    ) -> dict[str, Any]:
+        more = {"agent_id": agent} if agent else {}
+        told = {"tool_name": name, "tool_use_id": use, "tool_input": given, **more}
+        return self.tell("PostToolUse", tool_response=answer, **told)
 
 
 @pytest.fixture
@@ -126,19 +138,190 @@ def test_the_same_end_told_twice_is_one_call(claude: Claude, project: Path):
     assert calls(project) == [("bash", "committed", ["a.txt"])]
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_a_tool_without_an_end_leaves_nothing_to_the_next(
-    claude: Claude, project: Path, is_over: bool
+def test_after_the_end_of_a_turn_a_tool_without_an_end_has_no_part_in_the_next(
+    claude: Claude, project: Path
 ):
     claude.before("denied", "Bash", command="rm -r /")
-    if is_over:
-        claude.tell("Stop")
+    claude.tell("Stop")
     (project / "mine.txt").write_text("edited by the person\n")
     claude.before("u2", "Bash", command="make")
     (project / "a.txt").write_text("two\n")
     claude.after("u2", "Bash", command="make")
 
     assert calls(project) == [("bash", "committed", ["a.txt"])]
+
+
+@pytest.mark.parametrize("event", ["PreToolUse", "Stop", "SessionEnd"])
+def test_the_next_event_adopts_what_a_cancelled_tool_has_changed(
+    claude: Claude, project: Path, event: str
+):
+    claude.turn = "p1"
+    claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.turn = "p2"
+    if event == "PreToolUse":
+        claude.before("u2", "Bash", command="make")
+        (project / "a.txt").write_text("two\n")
+        claude.after("u2", "Bash", command="make")
+    else:
+        claude.tell(event)
+
+    found = calls(project)
+    assert found[0] == ("bash", "committed", ["mine.txt"])
+    assert found[1:] == [("bash", "committed", ["a.txt"])] * (event == "PreToolUse")
+    assert "cancelled" in wink("show", "1", cwd=project).stdout
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+def test_a_person_s_edits_after_a_cancelled_tool_was_adopted_are_not_its_own(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.before("u2", "Bash", command="make")
+    claude.after("u2", "Bash", command="make")
+    (project / "a.txt").write_text("edited by the person\n")
+    claude.before("u3", "Bash", command="make")
+    claude.after("u3", "Bash", command="make")
+    claude.tell("Stop")
+
+    assert [files for _, _, files in calls(project)] == [["mine.txt"], [], []]
+
+
+def test_tools_of_one_turn_may_run_at_the_same_time(claude: Claude, project: Path):
+    claude.turn = "p1"
+    claude.before("u1", "Bash", command="slow")
+    claude.before("u2", "Bash", command="quick")
+    (project / "b.txt").write_text("either\n")
+    claude.after("u2", "Bash", "quick", command="quick")
+    (project / "c.txt").write_text("slow\n")
+    claude.after("u1", "Bash", "slow", command="slow")
+
+    assert calls(project) == [
+        ("bash", "committed", ["b.txt"]),
+        ("bash", "committed", ["c.txt"]),
+    ]
+    assert "slow" in wink("show", "2", cwd=project).stdout
+
+
+def test_the_end_of_the_main_turn_leaves_tools_of_background_agents_under_way(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", agent="x", command="sleep 5; rm mine.txt")
+    claude.tell("Stop")
+    (project / "mine.txt").unlink()
+    claude.after("u1", "Bash", agent="x", command="sleep 5; rm mine.txt")
+    claude.tell("Stop")
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+def test_the_end_of_a_background_agent_adopts_what_its_killed_tool_has_changed(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", agent="x", command="rm mine.txt; sleep 60")
+    (project / "mine.txt").unlink()
+    claude.tell("SubagentStop", agent_id="x")
+    (project / "a.txt").write_text("edited by the person\n")
+    claude.tell("Stop")
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+
+
+# What WINK itself changes while a tool runs
+
+
+def removed(claude: Claude, project: Path) -> None:
+    """Let a tool delete a directory."""
+    source = project / "src"
+    (source / "deep").mkdir(parents=True)
+    for name in ("a.py", "b.py", "deep/c.py"):
+        (source / name).write_text(f"{name}\n")
+    claude.before("u1", "Bash", command="rm -r src")
+    shutil.rmtree(source)
+    claude.after("u1", "Bash", command="rm -r src")
+
+
+@pytest.mark.parametrize("how", ["undo", "rewind"])
+def test_what_wink_restores_while_a_tool_runs_is_not_the_tool_s(
+    claude: Claude, project: Path, how: str
+):
+    removed(claude, project)
+    claude.before("u2", "Bash", command="wink undo 1; make")
+    command = ("undo", "1") if how == "undo" else ("rewind", "--before", "1", "--files-only")
+    assert wink(*command, cwd=project).returncode == 0
+    (project / "src" / "built.o").write_text("by make\n")
+    (project / "src" / "b.py").write_text("by make\n")
+    claude.after("u2", "Bash", command="wink undo 1; make")
+
+    made = next(each for each in reversed(calls(project)) if each[0] == "bash")
+    assert made == ("bash", "committed", ["src/b.py", "src/built.o"])
+    number = "2" if how == "undo" else "3"
+    undone = wink("undo", number, cwd=project)
+    assert undone.returncode == 0, undone.stderr
+    assert sorted(os.listdir(project / "src")) == ["a.py", "b.py", "deep"]
+    assert (project / "src" / "b.py").read_text() == "b.py\n"
+    assert (project / "src" / "deep" / "c.py").read_text() == "deep/c.py\n"
+
+
+def test_an_undo_by_a_tool_that_changes_nothing_else_leaves_its_call_without_files(
+    claude: Claude, project: Path
+):
+    removed(claude, project)
+    claude.before("u2", "Bash", command="wink undo 1")
+    assert wink("undo", "1", cwd=project).returncode == 0
+    claude.after("u2", "Bash", command="wink undo 1")
+    claude.tell("Stop")
+
+    assert [each[2] for each in calls(project) if each[0] == "bash"][1] == []
+    assert "nothing to undo" in wink("undo", "2", cwd=project).stderr
+    assert (project / "src" / "deep" / "c.py").exists()
+
+
+@pytest.mark.parametrize("is_merged", [True, False])
+def test_what_a_call_commits_while_a_tool_runs_is_recorded_once(
+    claude: Claude, project: Path, is_merged: bool
+):
+    claude.before("u1", "Bash", command="make")
+    (project / "made.txt").write_text("by make\n")
+    with HostFilesystem(project, shared=True) as files:
+        call = ToolCall("write_file", {}, "beside")
+        if is_merged:
+            branch = files.branch("side")
+            branch.write("a.txt", "ours\n")
+            branch.write("new/ours.txt", "ours\n")
+            branch.merge_into(files)
+            branch.close()
+        else:
+            with files.gate:
+                view = files.fork_in_place()
+                view.call = call
+                view.write("a.txt", "ours\n")
+                view.write("new/ours.txt", "ours\n")
+                files.merge(view)
+    (project / "new" / "theirs.txt").write_text("by make\n")
+    claude.after("u1", "Bash", command="make")
+
+    assert calls(project)[-1] == ("bash", "committed", ["made.txt", "new/theirs.txt"])
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "ours\n"
+    assert sorted(os.listdir(project / "new")) == ["ours.txt"]
+    assert not (project / "made.txt").exists()
+
+
+def test_what_a_tool_had_changed_before_wink_did_can_still_be_undone(claude: Claude, project: Path):
+    claude.before("u1", "Bash", command="make")
+    (project / "a.txt").write_text("by make\n")
+    with HostFilesystem(project, shared=True) as files:
+        files.write("a.txt", "ours\n")
+    claude.after("u1", "Bash", command="make")
+
+    assert calls(project)[-1] == ("bash", "committed", ["a.txt"])
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\n"
 
 
 def test_of_overlapping_tools_the_first_to_end_has_what_changed_so_far(
@@ -179,6 +362,38 @@ def test_the_rules_of_the_directory_hold(claude: Claude, project: Path):
     assert [outcome for _, outcome, _ in calls(project)] == ["denied", "committed", "denied"]
 
 
+TOOLS = ["Read", "Grep", "WebFetch", "WebSearch", "Bash", "Agent", "TodoWrite", "mcp__x__y", "New"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_rule_that_denies_every_tool_denies_this_one(claude: Claude, project: Path, name: str):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
+
+    said = claude.before("u1", name, file_path="a.txt", url="https://example.com")
+
+    assert said["hookSpecificOutput"]["permissionDecision"] == "deny"
+    assert [outcome for _, outcome, _ in calls(project)] == ["denied"]
+
+
+@pytest.mark.parametrize("spelling", ["WebFetch", "webfetch", "Web*"])
+def test_a_rule_may_name_a_tool_as_claude_code_does(claude: Claude, project: Path, spelling: str):
+    (project / "wink.toml").write_text(
+        f'ask = ["WebSearch"]\n[policy]\ndeny = ["{spelling}"]\nquota = {{ Read = 0 }}\n'
+    )
+    said = [claude.before(f"u-{name}", name) for name in ("WebFetch", "Read", "Glob")]
+
+    decisions = [each.get("hookSpecificOutput", {}).get("permissionDecision") for each in said]
+    assert decisions == ["deny", "deny", None]
+    if spelling != "Web*":
+        asked = claude.before("u4", "WebSearch")
+        assert asked["hookSpecificOutput"]["permissionDecision"] == "ask"
+
+
+def test_without_rules_reading_waits_for_nobody(claude: Claude, project: Path):
+    with HostFilesystem(project):
+        assert claude.before("u1", "Read", file_path="a.txt") == {}
+
+
 def test_a_damaged_note_in_the_store_attributes_nothing(claude: Claude, project: Path):
     claude.before("u1", "Bash", command="make")
     (project.parent / ".project.wink" / "claude-code.json").write_text("{")
@@ -206,18 +421,71 @@ def test_what_is_no_hook_s_input_is_wrong_use(project: Path):
     assert "--print-settings" in done.stderr
 
 
+# The real program
+
+
+class Program:
+    """Runs Claude Code on a project, with our hooks and a scripted model.
+
+    Args:
+        turns: What the main agent does, and sub-agents whose task begins with ``SUB``.
+    """
+
+    def __init__(
+        self, project: Path, home: Path, turns: Sequence[Sequence[ToolCall]], sub: Any = ()
+    ) -> None:
+        sdk = pytest.importorskip("claude_agent_sdk")
+        self._program = Path(sdk.__file__).parent / "_bundled" / "claude"
+        if not self._program.exists():
+            pytest.skip("this wheel has no program")
+        self.project, self._home = project, home
+        self._left = {"main": list(turns), "sub": list(sub)}
+        self.ends_after: list[Path] = []
+        """Pipes to be written before the main agent gets its last answer."""
+        printed = wink("hook", "claude-code", "--print-settings", cwd=project)
+        self.settings = json.loads(printed.stdout)
+
+    def _turn(self, request: dict[str, Any]) -> ModelTurn:
+        first = json.dumps(request["messages"][0])
+        left = self._left["sub" if "SUBTASK" in first else "main"]
+        if "SUBTASK" not in first and not left and self.ends_after:
+            self.ends_after.pop().read_bytes()
+        return ModelTurn(tool_calls=tuple(left.pop(0))) if left else ModelTurn(text="Done.")
+
+    @contextmanager
+    def started(self, *options: str) -> Generator[subprocess.Popen[str]]:
+        with serving(self._turn, keeps_calls=True) as server:
+            env = {
+                "CLAUDE_CONFIG_DIR": str(self._home),
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_CODE_MAX_RETRIES": "0",
+                "IS_SANDBOX": "1",  # or it refuses to bypass permissions as root
+                **server.environment,
+            }
+            argv = [self._program, "-p", "Go", "--model", "claude-sonnet-5", *options]
+            argv += ["--settings", json.dumps(self.settings)]
+            with subprocess.Popen(
+                [*argv, "--permission-mode", "bypassPermissions"],
+                cwd=self.project, env=environment(env), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            ) as process:  # fmt: skip
+                try:
+                    yield process
+                finally:
+                    process.kill()
+
+    def run(self, *options: str) -> None:
+        with self.started(*options) as process:
+            said, errors = process.communicate(timeout=300)
+        assert said.strip().endswith("Done."), errors
+
+
+def bash(use: str, command: str) -> ToolCall:
+    return ToolCall("Bash", {"command": command, "description": "-"}, use)
+
+
 @pytest.mark.heavy
 def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path):
-    sdk = pytest.importorskip("claude_agent_sdk")
-    program = Path(sdk.__file__).parent / "_bundled" / "claude"
-    if not program.exists():
-        pytest.skip("this wheel has no program")
-    printed = wink("hook", "claude-code", "--print-settings", cwd=project)
-    settings = json.loads(printed.stdout)
-    for [matcher] in settings["hooks"].values():  # as it is started here
-        matcher["hooks"][0]["command"] = " ".join([*WINK, "hook", "claude-code"])
-    (project / ".claude").mkdir()
-    (project / ".claude" / "settings.json").write_text(json.dumps(settings))
     place = str(project / "a.txt")
     turns = [
         [ToolCall("Read", {"file_path": place}, "toolu_1")],
@@ -228,29 +496,7 @@ def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path
         [ToolCall("Bash", {"command": "echo three >> a.txt; exit 3"}, "toolu_4")],
         [ToolCall("Edit", {"file_path": place, "old_string": "one", "new_string": "1"}, "toolu_5")],
     ]
-    with serving(
-        [*(ModelTurn(tool_calls=tuple(calls)) for calls in turns), ModelTurn(text="Done.")],
-        keeps_calls=True,
-    ) as server:
-        env = {
-            "CLAUDE_CONFIG_DIR": str(tmp_path),
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "CLAUDE_CODE_MAX_RETRIES": "0",
-            "IS_SANDBOX": "1",  # or it refuses to bypass permissions as root
-            **server.environment,
-        }
-        argv = [program, "-p", "Go", "--model", "claude-sonnet-5"]
-        done = subprocess.run(
-            [*argv, "--permission-mode", "bypassPermissions"],
-            cwd=project,
-            env=environment(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert done.stdout.strip() == "Done.", done.stderr
+    Program(project, tmp_path, turns).run()
 
     assert calls(project) == [
         ("read", "ok", []),
@@ -263,3 +509,101 @@ def test_the_real_program_is_recorded_tool_by_tool(project: Path, tmp_path: Path
     assert (project / "a.txt").read_text() == "one\ntwo\nthree\n"
     assert wink("undo", "2", cwd=project).returncode == 0
     assert not (project / "d").exists()
+
+
+@pytest.mark.heavy
+def test_the_real_program_may_undo_its_own_tool(project: Path, tmp_path: Path):
+    (project / "src").mkdir()
+    (project / "src" / "a.py").write_text("a\n")
+    own = shlex.join([*WINK, "undo", "1"])
+    turns = [[bash("toolu_1", "rm -r src")], [bash("toolu_2", f"{own}; touch src/b.py")]]
+    Program(project, tmp_path, turns).run()
+
+    found = [each for each in calls(project) if each[0] == "bash"]
+    assert found[1:] == [("bash", "committed", ["src/b.py"])]
+    assert wink("undo", "2", cwd=project).returncode == 0
+    assert os.listdir(project / "src") == ["a.py"]
+
+
+@pytest.mark.heavy
+def test_a_background_agent_of_the_real_program_is_recorded(project: Path, tmp_path: Path):
+    task = {"description": "-", "prompt": "SUBTASK", "subagent_type": "general-purpose"}
+    start = [ToolCall("Agent", {**task, "run_in_background": True}, "toolu_1")]
+    began, stopped = tmp_path / "began", tmp_path / "stopped"
+    os.mkfifo(began)
+    os.mkfifo(stopped)
+    # The turn of the main agent ends while this tool runs.
+    slow = [bash("toolu_2", f"echo > {began}; cat {stopped}; rm mine.txt")]
+    program = Program(project, tmp_path / "home", [start], [slow])
+    program.ends_after.append(began)
+    [matcher] = program.settings["hooks"]["Stop"]
+    matcher["hooks"][0]["command"] += f"; test -e {stopped} && echo > {stopped} && rm {stopped}"
+    program.run()
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_a_cancelled_tool_of_the_real_program_has_changed_is_recorded(
+    project: Path, tmp_path: Path, number: signal.Signals
+):
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    slow = bash("toolu_1", f"rm mine.txt; echo > {ready}; sleep 30")
+    program = Program(project, tmp_path / "home", [[slow], [bash("toolu_2", "echo > new.txt")]])
+    with program.started() as process:
+        ready.read_bytes()
+        process.send_signal(number)
+        process.wait(120)
+    program.run("--continue")
+
+    assert calls(project) == [
+        ("bash", "committed", ["mine.txt"]),
+        ("bash", "committed", ["new.txt"]),
+    ]
+    assert wink("undo", "1", cwd=project).returncode == 0
+    assert (project / "mine.txt").read_text() == "mine\n"
+
+
+@pytest.mark.heavy
+def test_without_wink_the_real_program_runs_no_tool(project: Path, tmp_path: Path):
+    program = Program(project, tmp_path, [[bash("toolu_1", "rm mine.txt")]])
+    for [matcher] in program.settings["hooks"].values():
+        command = matcher["hooks"][0]["command"]
+        matcher["hooks"][0]["command"] = re.sub(r"^\S+", "/nowhere/wink", command)
+    program.run()
+
+    assert (project / "mine.txt").exists()
+    assert calls(project) == []
+
+
+# The settings
+
+
+def test_the_printed_hooks_start_this_program_from_anywhere(project: Path):
+    printed = wink("hook", "claude-code", "--print-settings", cwd=project)
+    commands = {
+        event: matcher["hooks"][0]["command"]
+        for event, [matcher] in json.loads(printed.stdout)["hooks"].items()
+    }
+
+    told = {"session_id": "s1", "cwd": str(project), "hook_event_name": "PreToolUse"}
+    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
+    for event, command in commands.items():
+        assert os.path.isabs(shlex.split(command)[0])
+        assert command.endswith(" || exit 2") == (event == "PreToolUse")
+    done = subprocess.run(
+        ["sh", "-c", commands["PreToolUse"]], cwd="/", env=environment({"PATH": "/bin"}), text=True,
+        input=json.dumps({**told, "tool_name": "Bash"}), capture_output=True, check=False,
+    )  # fmt: skip
+    assert '"deny"' in done.stdout, done.stderr
+
+
+def test_no_help_tells_to_write_over_the_settings(project: Path):
+    shown = wink("hook", "claude-code", "--help", cwd=project).stdout
+
+    assert "> .claude/settings.json" not in " ".join(shown.split())
+    assert "--settings" in shown

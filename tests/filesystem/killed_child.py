@@ -6,6 +6,7 @@ of the product: a filesystem that is wrong cannot agree with itself.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits
 
 # The model: what a tree holds, by path. The root is "".
@@ -621,20 +623,21 @@ TEARABLE = ("pwrite", "write")
 class Death:
     """Kills this process at its n-th call of a system call that changes files.
 
-    With ``torn`` a write is cut in half first. A process that does not get that far lives on, and
-    ``names`` says what it called.
+    With ``torn`` a write is cut in half first; with ``of``, only these system calls count. A
+    process that does not get that far lives on, and ``names`` says what it called.
     """
 
-    def __init__(self, at: int = 0, *, torn: bool = False) -> None:
+    def __init__(self, at: int = 0, *, torn: bool = False, of: Sequence[str] = _CHANGING) -> None:
         self.at = at
         self.torn = torn
+        self.of = tuple(of)
         self.names: list[str] = []
 
     def __repr__(self) -> str:
         return f"Death({self.at}, torn={self.torn})"
 
     def arm(self) -> None:
-        for name in _CHANGING:
+        for name in self.of:
             if hasattr(os, name):
                 setattr(os, name, self._counted(name, getattr(os, name)))
 
@@ -706,3 +709,25 @@ def prune(root: Path, limits: Limits, death: Death) -> None:
     with HostFilesystem(root) as fs:
         fs.prune(limits)
     os._exit(min(len(death.names), 255))
+
+
+def write(root: Path, limits: Limits, path: str, data: bytes, death: Death) -> None:
+    """Open the workspace and write a file, after which the history is trimmed to some limits."""
+    death.arm()
+    with (
+        HostFilesystem(root, history_limit=limits) as fs,
+        contextlib.suppress(FilesystemError),  # a directory is in the way
+    ):
+        fs.write_bytes(path, data)
+
+
+def wink(root: Path, arguments: Sequence[str], death: Death) -> None:
+    """Run a command of `wink` in a directory, and print nothing."""
+    from weakincentives.cli.entry import main
+
+    os.chdir(root)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    death.arm()
+    main(list(arguments))

@@ -121,18 +121,6 @@ class Model:
             if entry.modified is None:
                 self.entries[path] = replace(entry, modified=seen[path].modified)
 
-    def part_links(self, seen: dict[str, Seen]) -> None:
-        """Take names of one file as those of several where they are found to be.
-
-        Going back over what was committed makes a file again that was replaced or deleted.
-        """
-        numbers: dict[frozenset[str], int] = {}
-        for path, entry in list(self.entries.items()):
-            found = seen[path].names if path in seen else frozenset[str]()
-            if found < self.names_of(entry):
-                number = numbers.setdefault(found, next(_numbers))
-                self.entries[path] = replace(entry, number=number)
-
     def names_of(self, entry: Entry) -> set[str]:
         return {path for path, other in self.entries.items() if other.number == entry.number}
 

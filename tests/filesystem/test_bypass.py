@@ -206,8 +206,9 @@ def test_a_tool_that_declares_external_writes_has_them_undone(root: Path):
 def test_every_attempt_counts(root: Path):
     names = iter(("1.txt", "2.txt"))
     retry = RetryPolicy(max_retries=1, retryable_errors=("VALIDATION_FAILED",))
+    again = {"reach": "reversible", "retry": retry}
 
-    result = failing(root, lambda context: (root / next(names)).touch(), retry=retry)
+    result = failing(root, lambda context: (root / next(names)).touch(), **again)
 
     assert result.metadata.attempts == 2
     assert not_undone(result) == "1.txt, 2.txt"

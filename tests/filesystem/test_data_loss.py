@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from trees import Seen, look, make_repository, plant, put, run_git, unlinked
+from trees import Seen, look, make_repository, plant, put, run_git
 
 from weakincentives.filesystem import HostFilesystem
 
@@ -79,7 +79,7 @@ def test_a_merged_branch_is_undone_exactly(root: Path, case: str) -> None:
         now, then = without_links(merged), without_links(before)
         assert {path: now[path] for path in kept} == {path: then[path] for path in kept}
         assert not fs.undo(fs.history()[-1].call_id)
-    assert unlinked(root) == without_links(before)
+    assert inside(look(root)) == inside(before)
 
 
 @pytest.mark.parametrize("way", ["undo", "rewind"])
@@ -94,7 +94,7 @@ def test_a_call_is_undone_exactly(root: Path, case: str, way: str) -> None:
         first, call = fs.history()
         told = fs.undo(call.call_id) if way == "undo" else fs.revert_to(first.call_id)
         assert not told
-    assert unlinked(root) == without_links(before)
+    assert inside(look(root)) == inside(before)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,6 +130,11 @@ def test_a_huge_directory_comes_back(tmp_path: Path) -> None:
         fs.run("rm -rf node_modules")
         assert not fs.undo(fs.history()[-1].call_id)
     assert look(root) == before
+
+
+def inside(found: dict[str, Seen]) -> dict[str, Seen]:
+    """Leave out names outside of the workspace: only a rollback restores hard links to these."""
+    return {p: seen._replace(links=0) for p, seen in found.items()}
 
 
 def without_links(found: dict[str, Seen]) -> dict[str, Seen]:

@@ -362,3 +362,96 @@ def test_a_path_without_detail_is_named_and_a_move_out_of_sight_is_a_deletion(tm
 
     assert "deleted file mode 100644" in a.text
     assert (hidden.path, hidden.text, hidden.origin) == ("hidden", "", "")
+
+
+# What a person did afterwards
+
+
+def replace_by_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("a person's")
+
+
+def replace_by_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "mine").write_text("a person's")
+
+
+LATER: dict[str, tuple[Callable[[HostFilesystem], object], Callable[[Path], object]]] = {
+    "edits it": (lambda fs: fs.write("a", "new\n"), lambda p: (p / "a").write_text("a person's")),
+    "deletes it": (lambda fs: fs.write("a", "new\n"), lambda p: (p / "a").unlink()),
+    "deletes a new file": (lambda fs: fs.write("b", "new\n"), lambda p: (p / "b").unlink()),
+    "puts a directory there": (
+        lambda fs: fs.write("a", "new\n"),
+        lambda p: replace_by_a_directory(p / "a"),
+    ),
+    "removes its directory": (
+        lambda fs: fs.write("d/x", "new\n"),
+        lambda p: shutil.rmtree(p / "d"),
+    ),
+    "puts a file above it": (
+        lambda fs: fs.write("d/x", "new\n"),
+        lambda p: replace_by_a_file(p / "d"),
+    ),
+    "makes it again": (lambda fs: fs.delete("a"), lambda p: (p / "a").write_text("a person's")),
+    "edits a moved one": (
+        lambda fs: fs.move("a", "b"),
+        lambda p: (p / "b").write_text("a person's"),
+    ),
+    "deletes a moved one": (lambda fs: fs.move("a", "b"), lambda p: (p / "b").unlink()),
+    "deletes a moved one with its directory": (
+        lambda fs: fs.move("a", "new/b"),
+        lambda p: shutil.rmtree(p / "new"),
+    ),
+    "changes its mode": (lambda fs: fs.run("chmod 755 a"), lambda p: (p / "a").chmod(0o600)),
+    "changes what a command left": (
+        lambda fs: fs.run("echo new > a; ln -sfn d link; mkdir q; echo 1 > q/1"),
+        lambda p: (
+            (p / "a").write_text("a person's"),
+            (p / "link").unlink(),
+            shutil.rmtree(p / "q"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_diff_shows_what_a_call_changed_whatever_a_person_does_there_later(
+    tmp_path: Path, what: str
+):
+    root = tmp_path / "project"
+    (root / "d").mkdir(parents=True)
+    (root / "a").write_text("old\n")
+    (root / "d/x").write_text("old\n")
+    (root / "link").symlink_to("a")
+    work, later = LATER[what]
+    with HostFilesystem(root) as fs:
+        work(fs)
+        history = WorkspaceHistory(root)
+        before = [history.diff(history.calls(), reverse=each) for each in (False, True)]
+
+        later(root)
+
+        history = WorkspaceHistory(root)
+        assert [history.diff(history.calls(), reverse=each) for each in (False, True)] == before
+        assert all(each.is_complete for two in before for each in two)
+        (changes,) = WorkspaceHistory(root).changes()
+        assert changes.files == before[0]
+
+
+def test_a_diff_says_that_it_lacks_what_is_not_stored(tmp_path: Path):
+    """Too large to be kept as the call left it; or moved as a whole directory, and gone since."""
+    root = tmp_path / "project"
+    (root / "d").mkdir(parents=True)
+    (root / "d/x").write_text("x")
+    with HostFilesystem(root) as fs:
+        fs.write("large", "x\n" * (1 << 20))
+        fs.move("d", "moved")
+    (root / "large").write_text("a person's")
+    shutil.rmtree(root / "moved")
+
+    history = WorkspaceHistory(root)
+    told = {each.path: (each.is_complete, each.note) for each in history.diff(history.calls())}
+    note = "created, and changed since by somebody else"
+    assert told == {"large": (False, note), "moved": (False, note)}

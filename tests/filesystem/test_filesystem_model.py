@@ -351,8 +351,6 @@ class Files(RuleBasedStateMachine):
         self.changes += 1
         if self.levels:
             self.levels[-1].written.clear()
-        else:
-            self.model.part_links(self.place.look(self.top))
         self.check()
 
     def can_restore(self) -> bool:

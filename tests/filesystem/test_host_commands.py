@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git, unlinked
+from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
 
 from ordinary_user import OrdinaryUser
 from waiting import is_readable
@@ -228,12 +228,12 @@ def test_a_command_that_is_rolled_back_leaves_no_trace(fs: HostFilesystem, root:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_committed_command_can_be_reverted(fs: HostFilesystem, root: Path, name: str):
     fs.write("start", "here")
-    before = unlinked(root)
+    before = look(root)
     fs.run(["sh", "-c", SCRIPTS[name]])
 
     assert fs.revert_to(fs.history()[0].call_id) == ()
 
-    assert unlinked(root) == before
+    assert look(root) == before
 
 
 def test_a_command_sees_and_changes_what_the_call_has_written(fs: HostFilesystem, root: Path):

@@ -8,12 +8,15 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import killed_child
 import pytest
@@ -23,7 +26,7 @@ from killed_child import Death
 from trees import ON_DISK, look
 
 from weakincentives.clock import FakeClock
-from weakincentives.errors import ContentDamaged
+from weakincentives.errors import ContentDamaged, FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.prune import disk_usage
@@ -34,8 +37,13 @@ NOTHING = Limits()
 DAY = 86_400
 TEXT = "a line that repeats itself\n" * 1000
 
+HEAVY = bool(os.environ.get("WINK_HEAVY"))
+TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
+
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["killed_child", "weakincentives.filesystem.disk"])
+_processes.set_forkserver_preload(
+    ["killed_child", "weakincentives.filesystem.disk", "weakincentives.cli.entry"]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -276,21 +284,23 @@ def test_what_could_not_be_restored_goes_only_when_asked_for(root: Path):
         assert os.listdir(store_of(root) / "left") == []
 
 
-def test_a_scan_index_that_is_no_longer_used_is_removed_and_made_again(root: Path):
-    def change_by_a_program(fs: HostFilesystem, text: str) -> None:
-        view = fs.fork_in_place()
-        view.expect_external()
-        (root / "a.txt").write_text(text)
-        assert fs.discard(view) == ()
+def change_by_a_program(fs: HostFilesystem, name: str, text: str) -> None:
+    """Let a program change a file in a call that is undone."""
+    view = fs.fork_in_place()
+    view.expect_external()
+    (fs.root / name).write_text(text)
+    assert fs.discard(view) == ()
 
+
+def test_a_scan_index_that_is_no_longer_used_is_removed_and_made_again(root: Path):
     with HostFilesystem(root) as fs:
-        change_by_a_program(fs, "by a program")
+        change_by_a_program(fs, "a.txt", "by a program")
     assert disk_usage(store_of(root))["scan index"] > 0
     with HostFilesystem(root) as fs:
         assert not fs.prune(NOTHING).scan_index
         assert fs.prune(EVERYTHING).scan_index
         assert disk_usage(store_of(root))["scan index"] == 0
-        change_by_a_program(fs, "by another")
+        change_by_a_program(fs, "a.txt", "by another")
         assert fs.read("a.txt") == TEXT
 
 
@@ -299,7 +309,11 @@ def test_a_scan_index_that_is_no_longer_used_is_removed_and_made_again(root: Pat
 
 def prune_and_die(root: Path, limits: Limits, death: Death) -> int:
     """Prune in a child that dies there; returns its exit code, negative if it was killed."""
-    child = _processes.Process(target=killed_child.prune, args=(root, limits, death))
+    return die(killed_child.prune, root, limits, death)
+
+
+def die(target: Callable[..., None], *args: object) -> int:
+    child = _processes.Process(target=target, args=args)
     child.start()
     child.join()
     assert child.exitcode is not None
@@ -314,10 +328,12 @@ class Told:
         self.before: dict[str, dict[str, tuple[object, ...]]] = {}
         self.after: dict[str, dict[str, tuple[object, ...]]] = {}
 
-    def make(self, fs: HostFilesystem, change: Callable[[], object]) -> None:
-        before, last = contents(self.root), len(fs.history()) and fs.history()[-1].serial
+    def make(self, fs: HostFilesystem | WorkspaceHistory, change: Callable[[], object]) -> None:
+        """Make one change; ``fs`` shows the history before and after it."""
+        before = contents(self.root)
+        last = next((each.serial for each in fs.newest_first()), 0)
         change()
-        made = fs.history()[-1:]
+        made = list(islice(fs.newest_first(), 1))
         if made and made[0].serial > last:
             self.before[made[0].call_id] = before
             self.after[made[0].call_id] = contents(self.root)
@@ -336,13 +352,14 @@ class Told:
             return len(calls)
 
 
-def used(base: Path) -> Told:
+def used(base: Path, durability: Literal["fast", "safe"] = "safe") -> Told:
     """Return a workspace after some calls; nothing is compressed when a safe one closes."""
     root = base / "project"
     root.mkdir(parents=True)
     (root / "a.txt").write_text(TEXT)
     told = Told(root)
-    with HostFilesystem(root, durability="safe") as fs:
+    with HostFilesystem(root, durability=durability) as fs:
+        told.make(fs, lambda: fs.write("a.txt", "only the next call needs this"))
         told.make(fs, lambda: fs.write("a.txt", "second"))
         told.make(fs, lambda: fs.write("dir/deep/b.txt", TEXT + "b"))
         told.make(fs, lambda: fs.delete("dir", recursive=True))
@@ -355,7 +372,7 @@ def used(base: Path) -> Told:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("limits", "left"),
-    [(NOTHING, 6), (Limits(count=3), 3), (EVERYTHING, 0)],
+    [(NOTHING, 7), (Limits(count=3), 3), (EVERYTHING, 0)],
     ids=["compressing", "some calls", "all calls"],
 )
 def test_a_kill_at_any_step_of_pruning_loses_nothing_that_stays(
@@ -375,6 +392,92 @@ def test_a_kill_at_any_step_of_pruning_loses_nothing_that_stays(
             return
         assert code == -signal.SIGKILL
     pytest.fail("it takes more steps than expected")
+
+
+REMOVALS = ("rename", "rmdir", "unlink")
+
+
+def test_a_kill_while_calls_are_removed_leaves_no_call_that_cannot_be_undone(tmp_path: Path):
+    """The limits of one prune are not those of the next: what is left must be whole at once."""
+    for step in range(1, 40):
+        told = used(tmp_path / f"{step}", "fast")
+        code = prune_and_die(told.root, Limits(count=3), Death(step, of=REMOVALS))
+        told.check()
+        with HostFilesystem(told.root) as fs:
+            fs.prune(NOTHING)
+            assert WorkspaceHistory(told.root).to_prune(NOTHING).contents == 0
+            assert stray_trees(told.root) == []
+        if code >= 0:
+            assert step > 5, "it was killed at some steps"
+            return
+    pytest.fail("it takes more steps than expected")
+
+
+def test_a_call_with_the_number_of_a_half_removed_one_is_saved_all_the_same(tmp_path: Path):
+    """Numbers begin again when no call is left; a kill may have left a directory of the first."""
+    for step in range(1, 40):
+        root = tmp_path / f"{step}" / "project"
+        (root / "dir").mkdir(parents=True)
+        (root / "dir" / "b.txt").write_text("first")
+        with HostFilesystem(root) as fs:
+            fs.delete("dir", recursive=True)
+        code = prune_and_die(root, EVERYTHING, Death(step, of=REMOVALS))
+        told = Told(root)
+        with HostFilesystem(root) as fs:
+            if fs.history():
+                fs.prune(EVERYTHING)
+            (root / "dir").mkdir()
+            (root / "dir" / "b.txt").write_text("second")
+            told.make(fs, lambda fs=fs: fs.delete("dir", recursive=True))
+        assert told.check() == 1
+        if code >= 0:
+            assert step > 3, "it was killed at some steps"
+            return
+    pytest.fail("it takes more steps than expected")
+
+
+def test_a_kill_while_the_scan_index_is_removed_costs_no_file(tmp_path: Path):
+    """A program's changes are undone from the index: it goes with its contents, or not at all."""
+    large = "x" * (5 << 20)  # has a file of its own in the index
+    for step in range(1, 20):
+        root = tmp_path / f"{step}" / "project"
+        root.mkdir(parents=True)
+        (root / "a.txt").write_text("small")
+        (root / "large").write_text(large)
+        with HostFilesystem(root) as fs:
+            change_by_a_program(fs, "a.txt", "by a program")
+        code = prune_and_die(root, EVERYTHING, Death(step, of=REMOVALS))
+        with HostFilesystem(root) as fs:
+            change_by_a_program(fs, "a.txt", "by another")
+            change_by_a_program(fs, "large", "by another")
+        assert ((root / "a.txt").read_text(), (root / "large").read_text()) == ("small", large)
+        assert not list(store_of(root).glob("*.new"))
+        if code >= 0:
+            assert step > 2, "it was killed at some steps"
+            return
+    pytest.fail("it takes more steps than expected")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("limit", [("--keep", "0"), ("--older-than", "0")], ids=" ".join)
+def test_a_kill_during_gc_leaves_no_call_that_cannot_be_undone(
+    tmp_path: Path, limit: tuple[str, str]
+):
+    for step in range(1, 40):
+        told = used(tmp_path / f"{step}", "fast")
+        code = die(killed_child.wink, told.root, ["gc", *limit], Death(step, of=REMOVALS))
+        told.check()
+        if code >= 0:
+            assert step > 5, "it was killed at some steps"
+            return
+    pytest.fail("it takes more steps than expected")
+
+
+def stray_trees(root: Path) -> list[str]:
+    """Return the removed directories in the store that no call refers to."""
+    known = {f"{each.serial:012d}" for each in WorkspaceHistory(root).calls()}
+    trees = (store_of(root) / "history").glob("*.trees")
+    return [path.name for path in trees if path.stem not in known]
 
 
 CONTENTS = [b"small", TEXT.encode(), random.Random(1).randbytes(9_000)]
@@ -421,12 +524,116 @@ def test_after_any_history_every_call_that_is_left_is_undone_exactly(
 
 
 def change(fs: HostFilesystem, kind: str, *args: object) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, FilesystemError):
         if kind == "write":
             fs.write_bytes(*args)  # pyright: ignore
         elif kind == "delete":
             fs.delete(args[0], recursive=True)  # pyright: ignore
         elif kind == "move":
             fs.move(*args)  # pyright: ignore
+        elif kind == "command":
+            fs.run(["sh", "-c", f"mkdir -p dir; echo {len(fs.history())} >> {args[0]}"])
+        elif kind == "link":
+            fs.run(["sh", "-c", f"ln -f {args[0]} linked"])
         else:
             fs.undo(*(each.call_id for each in fs.history()[-args[0] :]))  # pyright: ignore
+
+
+# Longer ones, by a seed
+
+
+def survive(base: Path, seed: int) -> int:
+    """Kill whatever removes calls from a random history; returns how often.
+
+    After the last kill nothing is repaired: every call that is left must be undone exactly.
+    """
+    dice, kills, told = random.Random(seed), 0, Told(base / "project")
+    told.root.mkdir(parents=True)
+    story: list[object] = []
+    try:
+        for _ in range(dice.randint(1, 4)):
+            limits = some_limits(dice)
+            with HostFilesystem(told.root, history_limit=limits) as fs:
+                for _ in range(dice.randint(3, 9)):
+                    step = a_change(dice)
+                    story.append(step)
+                    told.make(fs, lambda fs=fs, step=step: change(fs, *step))
+            for _ in range(dice.randint(1, 3)):
+                killed, what = remove_and_die(told, dice)
+                story.append(what)
+                kills += killed
+        told.check()
+        with HostFilesystem(told.root) as fs:
+            fs.prune(EVERYTHING)
+        assert (objects(told.root), stray_trees(told.root)) == ([], [])
+    except BaseException:
+        sys.stderr.write(f"\nseed {seed} failed after {story}; see {base}\n")
+        raise
+    return kills
+
+
+def some_limits(dice: random.Random) -> Limits:
+    return Limits(count=dice.choice([2, 5, 100]), size=dice.choice([60_000, 1 << 20]), newest=2)
+
+
+def a_change(dice: random.Random) -> tuple[object, ...]:
+    kind = dice.choice(["write"] * 8 + ["delete", "delete", "move", "undo", "command", "link"])
+    if kind == "write":
+        data = dice.choice([*CONTENTS, dice.randbytes(dice.choice([3, 5_000, 20_000]))])
+        return kind, dice.choice([*PATHS, "dir/deep/c"]), data
+    if kind == "delete":
+        return kind, dice.choice(["a.txt", "dir", "dir/deep"])
+    if kind == "move":
+        return kind, *dice.sample([*PATHS, "dir", "other"], 2)
+    if kind == "undo":
+        return kind, dice.randint(1, 3)
+    return kind, dice.choice(PATHS)
+
+
+def remove_and_die(told: Told, dice: random.Random) -> tuple[bool, str]:
+    """Let a child remove calls in one of the ways there are, and kill it."""
+    of = dice.choice([REMOVALS, Death().of])
+    death = Death(dice.randint(1, 16 if of is REMOVALS else 60), torn=dice.random() < 0.3, of=of)
+    match dice.choice(["prune", "gc", "commit"]):
+        case "prune":
+            limits = Limits(count=dice.randint(0, 6))
+            code = prune_and_die(told.root, limits, death)
+            return code < 0, f"prune({limits.count}), {death} of {len(of)}"
+        case "gc":
+            limit = dice.choice(
+                [["--keep", dice.choice(["0", "9K", "30K"])], ["--older-than", "0"]]
+            )
+            code = die(killed_child.wink, told.root, ["gc", *limit], death)
+            return code < 0, f"gc {limit}, {death} of {len(of)}"
+        case _:
+            args = some_limits(dice), dice.choice(PATHS), dice.randbytes(9), death
+            codes: list[int] = []
+            history = WorkspaceHistory(told.root)
+
+            def write_and_die() -> None:
+                codes.append(die(killed_child.write, told.root, *args))
+                with HostFilesystem(told.root):  # rolls the call back, or finishes its commit
+                    pass
+
+            told.make(history, write_and_die)
+            return codes[0] < 0, f"write{args[:2]}, {death} of {len(of)}"
+
+
+@pytest.mark.parametrize("seed", range(100 if HEAVY else 6))
+def test_whatever_removes_calls_may_be_killed_at_any_step(tmp_path: Path, seed: int):
+    survive(tmp_path, seed)
+
+
+if TORTURE:  # `make torture`: fresh seeds are for finding things, not for passing
+
+    def test_torture():
+        """Fresh seeds until the time is up; a failure names its seed and keeps its directory."""
+        given = os.environ.get("WINK_SEED")
+        end, histories, kills = time.monotonic() + TORTURE, 0, 0
+        while time.monotonic() < end:
+            seed = int(given) if given else random.SystemRandom().randrange(1 << 32)
+            base = Path(tempfile.mkdtemp(prefix=f"wink-prune-{seed}-"))
+            kills += survive(base, seed)
+            histories += 1
+            shutil.rmtree(base)
+        sys.stderr.write(f"\n{histories} histories with {kills} kills while calls were removed\n")

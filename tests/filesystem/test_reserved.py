@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from trees import look, put
 
 import weakincentives as wink
 from installed import Installed
+from weakincentives.durable import LocalObjects
 from weakincentives.errors import FilesystemError, ProtectedPath
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import Branch, HostFilesystem, branches_of
+from weakincentives.filesystem.portable import BranchUpload, unpack_branch
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -321,6 +325,198 @@ def test_git_itself_works(tmp_path: Path, engine: str):
             fs.run(["git", "init", "-q", "new"], env=env)
         with pytest.raises(ProtectedPath):
             fs.run(["git", "init", "-q", "--bare", "new"], env=env)
+
+
+# A repository out of parts, each of which is harmless without the others
+
+HALVES = {
+    "sub/config": EVIL,
+    "sub/HEAD": "ref: refs/heads/main\n",
+    "sub/objects/a": "x",
+    "sub/refs/a": "x",
+}
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A workspace without any repository."""
+    root = tmp_path / "plain"
+    put(root / "a.txt", "a\n")
+    return root
+
+
+def write_some(fs: HostFilesystem, *names: str) -> None:
+    for name in names:
+        fs.write(f"sub/{name}", HALVES[f"sub/{name}"])
+
+
+def is_repository(root: Path) -> bool:
+    return all((root / "sub" / name).exists() for name in ("HEAD", "objects", "refs"))
+
+
+SPLITS = [
+    (("config",), ("HEAD", "objects/a", "refs/a")),
+    (("HEAD", "objects/a"), ("refs/a", "config")),
+    (("objects/a", "refs/a"), ("config", "HEAD")),
+]
+
+
+@pytest.mark.parametrize("prefer", [None, "branch"])
+@pytest.mark.parametrize(("one", "other"), SPLITS[1:])
+def test_a_merge_does_not_assemble_a_repository(
+    plain: Path, one: tuple[str, ...], other: tuple[str, ...], prefer: Literal["branch"] | None
+):
+    with HostFilesystem(plain) as fs, fs.branch("half") as branch:
+        write_some(branch, *one)
+        branch.write("b.txt", "harmless\n")
+        write_some(fs, *other)
+        before = look(plain)
+        with pytest.raises(ProtectedPath, match="is protected"):
+            branch.merge_into(fs, prefer=prefer)
+        assert look(plain) == before
+        # Not for good: without these parts it is merged.
+        branch.delete("sub", recursive=True)
+        assert branch.merge_into(fs, prefer=prefer) == ("b.txt",)
+    assert not is_repository(plain)
+
+
+def test_nor_do_two_branches(plain: Path):
+    with HostFilesystem(plain) as fs, fs.branch("one") as one, fs.branch("other") as other:
+        write_some(one, "config", "HEAD", "objects/a")
+        write_some(other, "refs/a")
+        one.merge_into(fs)
+        with pytest.raises(ProtectedPath):
+            other.merge_into(fs)
+    assert not is_repository(plain)
+
+
+def test_nor_does_a_branch_that_is_moved_onto_the_workspace(plain: Path):
+    with HostFilesystem(plain) as fs, fs.branch("half") as branch:
+        write_some(branch, "HEAD", "objects/a")
+        write_some(fs, "refs/a", "config")
+        with pytest.raises(ProtectedPath):
+            branch.rebase()
+        assert not branch.exists("sub/refs")
+
+
+@pytest.mark.parametrize(("one", "other"), SPLITS)
+@pytest.mark.parametrize("on_branch", [False, True], ids=["workspace", "branch"])
+def test_nor_do_concurrent_calls(
+    plain: Path, one: tuple[str, ...], other: tuple[str, ...], on_branch: bool
+):
+    """Each sees the files as they were before both."""
+    refused = 0
+    with (
+        HostFilesystem(plain) as fs,
+        fs.branch("line") if on_branch else contextlib.nullcontext(fs) as files,
+        files.gate,
+    ):
+        views = files.fork(), files.fork()
+        for view, names in zip(views, (one, other), strict=True):
+            try:
+                write_some(view, *names)
+                files.merge(view)
+            except ProtectedPath:
+                refused += 1
+        assert refused == 1
+        assert not all(files.exists(name) for name in HALVES)
+
+
+def test_the_result_of_a_call_that_would_do_so_says_it(plain: Path):
+    @wink.tool(reach="reversible", concurrent=True)
+    def add(path: str, content: str, *, context: wink.ToolContext) -> str:
+        """Write a file."""
+        context.filesystem.write(path, content)
+        return "written"
+
+    with wink.ToolRegistry([add], workspace=plain) as tools:
+        made = [{"path": path, "content": content} for path, content in HALVES.items()]
+        results = [tools.execute("add", each) for each in made]
+
+    assert [each.success for each in results] == [True, True, True, False]
+    assert "Cannot change sub/refs: it is protected" in results[-1].message
+    assert not is_repository(plain)
+
+
+@pytest.mark.parametrize("way", ["undo", "rewind"])
+def test_nor_does_an_undo(plain: Path, way: str):
+    with HostFilesystem(plain) as fs:
+        write_some(fs, "HEAD")
+        last = fs.history()[-1].call_id
+        fs.delete("sub/HEAD")
+        gone = fs.history()[-1].call_id
+        write_some(fs, "objects/a", "refs/a", "config")
+        before = look(plain)
+        with pytest.raises(ProtectedPath, match="is protected"):
+            fs.undo(gone)
+        assert look(plain) == before
+        if way == "rewind":  # undoes what came later as well
+            assert fs.revert_to(last) == ()
+            assert os.listdir(plain / "sub") == ["HEAD"]
+
+
+def test_nor_an_undo_after_the_user_has_made_one(plain: Path):
+    with HostFilesystem(plain) as fs:
+        fs.write("sub/hooks/pre-commit", EVIL)
+        fs.delete("sub/hooks/pre-commit")
+        for name in ("HEAD", "objects/a", "refs/a"):
+            put(plain / "sub" / name, HALVES[f"sub/{name}"])
+        with pytest.raises(ProtectedPath):
+            fs.undo(fs.history()[-1].call_id)
+    assert not (plain / "sub/hooks/pre-commit").exists()
+
+
+@pytest.mark.parametrize("name", ["HEAD", "refs", "objects"])
+def test_an_undo_restores_a_part_of_the_users_own_repository(
+    root: Path, fs: HostFilesystem, name: str
+):
+    before = look(root)
+    fs.delete(f"bare.git/{name}", recursive=True)
+    assert fs.undo(fs.history()[-1].call_id) == ()
+    assert {p: s.content for p, s in look(root).items()} == {
+        p: s.content for p, s in before.items()
+    }
+
+
+def test_an_undo_does_not_restore_it_around_other_settings(plain: Path):
+    for name in ("HEAD", "objects/a", "refs/a"):
+        put(plain / "sub" / name, HALVES[f"sub/{name}"])
+    with HostFilesystem(plain) as fs:
+        fs.delete("sub/HEAD")
+        gone = fs.history()[-1].call_id
+        write_some(fs, "config")
+        with pytest.raises(ProtectedPath):
+            fs.undo(gone)
+        fs.undo(fs.history()[-1].call_id, gone)
+    assert is_repository(plain)
+    assert not (plain / "sub/config").exists()
+
+
+def test_a_fetched_branch_does_not_assemble_a_repository(plain: Path, tmp_path: Path):
+    objects = LocalObjects(tmp_path / "objects")
+    with HostFilesystem(plain) as fs:
+        with fs.branch("half") as branch:
+            write_some(branch, "HEAD", "objects/a")
+            lines = BranchUpload(branch, objects).pending()
+        write_some(fs, "refs/a", "config")
+    with pytest.raises(ProtectedPath):
+        unpack_branch(plain, "fetched", lines, objects).close()
+    assert "fetched" not in [each.name for each in branches_of(plain)]
+
+
+def test_a_merge_holds_to_the_protection_of_the_workspace(plain: Path):
+    """Not only to that of the branch, which may have been made under other rules."""
+    with HostFilesystem(plain) as fs, fs.branch("free", unprotected=["**"]) as branch:
+        branch.write(".git/hooks/pre-commit", EVIL)
+        with pytest.raises(ProtectedPath):
+            branch.merge_into(fs)
+    assert not (plain / ".git").exists()
+    with (
+        HostFilesystem(plain, unprotected=["**"]) as fs,
+        Branch.open(plain, "free", unprotected=["**"]) as branch,
+    ):
+        branch.merge_into(fs)
+    assert (plain / ".git/hooks/pre-commit").exists()
 
 
 # Our own code

@@ -109,11 +109,6 @@ def look(root: Path) -> dict[str, Seen]:
     }
 
 
-def unlinked(root: Path) -> dict[str, Seen]:
-    """Look at all but hard links, which the undo of a committed call does not restore."""
-    return {path: seen._replace(links=0, names=frozenset()) for path, seen in look(root).items()}
-
-
 def _seen(path: str, info: os.stat_result, names: set[str]) -> Seen:
     directory = stat.S_ISDIR(info.st_mode)
     return Seen(

@@ -1008,8 +1008,8 @@ def test_memory_is_a_slice_that_can_be_read():
 
     first, second = agent.session[PolicyState].all()
     assert first == PolicyState("sequential_dependency", frozenset({"lint", "read_file"}))
-    assert (second.policy_name, second.invoked_tools) == ("read_before_write", frozenset())
-    assert [key for _, key in second.invoked_keys] == ["a.txt"]
+    assert (second.policy_name, second.invoked_tools) == ("read_before_write", {"read_file"})
+    assert second.invoked_keys == {("read_file", "a.txt")}
 
 
 def test_memory_can_be_given():

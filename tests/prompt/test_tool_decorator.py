@@ -6,14 +6,17 @@ import asyncio
 import functools
 import inspect
 import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType, Protocol, TypedDict, TypeVar
 
 import pytest
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.prompt import Tool, ToolContext, ToolExample, ToolResult, tool
 from weakincentives.testing import make_context, make_context_with_files
+
+T = TypeVar("T")
 
 
 def details(result: ToolResult[Any]) -> dict[str, str]:
@@ -372,6 +375,132 @@ def test_a_result_type_that_is_left_open_is_any():
 
     assert (bare.result_type, silent.result_type) == (Any, Any)
     assert bare().value == silent().value == 1
+
+
+@dataclass(frozen=True)
+class Found:
+    count: int
+
+
+class Answers(Protocol):
+    def answer(self) -> str: ...
+
+
+class Row(TypedDict):
+    name: str
+
+
+UserId = NewType("UserId", int)
+
+
+def returning(declared: Any, value: object) -> ToolResult[Any]:
+    """Call a tool that is declared to return one type, and returns some value."""
+
+    def answer() -> Any:
+        """Answer."""
+        return value
+
+    answer.__annotations__["return"] = declared
+    return tool(answer)()
+
+
+@pytest.mark.parametrize(
+    ("declared", "value"),
+    [
+        (str, 3),
+        (int, "3"),
+        (int, 3.0),
+        (bool, 1),
+        (float, "3.5"),
+        (list[str], "text"),
+        (dict[str, int], [1]),
+        (Sequence[int], {1}),
+        (Found, {"count": 1}),
+        (Found | str, 3),
+        (Found | None, 3),
+        (Literal["a", "b"], 3),
+        (Row, [("name", "x")]),
+        (UserId, "x"),
+        (Annotated[int, "a count"], "x"),
+        (None, "text"),
+        (ToolResult[int], ToolResult.ok("text")),
+        (ToolResult[None], ToolResult.ok("text")),
+        (ToolResult[Found] | ToolResult[None], ToolResult.ok(3)),
+        (ToolResult[Found] | str, 3),
+    ],
+)
+def test_a_value_of_another_type_than_declared_is_a_failure(declared: Any, value: object):
+    result = returning(declared, value)
+
+    assert not result.success
+    assert result.failure is not None
+    assert result.failure.code == "TYPE_ERROR"
+    assert "Tool 'answer' failed on a value of the wrong type: the handler returned" in (
+        result.message
+    )
+
+
+@pytest.mark.parametrize(
+    "declared", [str, Found, list[int], Literal["a"], ToolResult[int], ToolResult[None], Row]
+)
+def test_a_forgotten_return_is_a_failure(declared: Any):
+    result = returning(declared, None)
+
+    assert result.failure is not None
+    assert result.failure.code == "TYPE_ERROR"
+    assert "returned None" in result.message
+
+
+def test_an_async_function_is_held_to_its_result_type_too():
+    @tool
+    async def later() -> str:
+        """Answer."""
+        return 3  # type: ignore[return-value]
+
+    @tool
+    def handed_on() -> Awaitable[str]:
+        """Answer."""
+        return asyncio.sleep(0, "text")
+
+    assert later().failure.code == "TYPE_ERROR"  # type: ignore[union-attr]
+    assert handed_on().value == "text"
+
+
+@pytest.mark.parametrize(
+    ("declared", "value"),
+    [
+        (float, 3),
+        (complex, 1.5),
+        (int, True),
+        (str, type("Text", (str,), {})("x")),
+        (Found, type("More", (Found,), {})(1)),
+        (Found | None, None),
+        (str | None, None),
+        (None, None),
+        (object, None),
+        (Any, None),
+        (T, None),
+        (Answers, 3),
+        (Sequence[int], (1, 2)),
+        (Iterable[str], ["a"]),
+        (Mapping[str, int], {"a": 1}),
+        (Row, {"name": "x"}),
+        (UserId, 3),
+        (Literal["a", 1], 1),
+        (Callable[[], int], len),
+        (type[Found], Found),
+        (ToolResult[int], ToolResult.ok(3)),
+        (ToolResult[int], ToolResult.ok(message="nothing to count")),
+        (ToolResult[Found] | str, "text"),
+        (ToolResult[Found] | str, ToolResult.ok(Found(1))),
+        ("Missing", 3),
+    ],
+)
+def test_a_value_that_fits_its_declared_type_is_taken(declared: Any, value: Any):
+    result = returning(declared, value)
+
+    assert result.success, result.message
+    assert result.value == (value.value if isinstance(value, ToolResult) else value)
 
 
 def test_an_async_function_is_awaited():

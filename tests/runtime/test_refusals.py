@@ -185,7 +185,7 @@ def test_a_call_that_was_retried_names_the_policies_that_admitted_it():
         if len(tries) == 1:
             raise ToolValidationError("not yet")
 
-    tool = make_tool("work", fail_once).replace(retry=RetryPolicy(max_retries=1))
+    tool = make_tool("work", fail_once, reach="reversible", retry=RetryPolicy(max_retries=1))
     world = World([tool], policies=[Says("a")])
 
     assert world.call("work").success

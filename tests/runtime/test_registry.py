@@ -579,7 +579,7 @@ def test_preconditions_can_be_checked_without_running_anything():
     assert result.failure is not None
     assert result.failure.code == "PRECONDITION_FAILED"
     assert result.failure.suggestions == ("not now", "broken")
-    with pytest.raises(KeyError, match="'nothing' is not registered"):
+    with pytest.raises(KeyError, match="Tool 'nothing' not found"):
         registry.validate_preconditions("nothing")
 
 

@@ -52,6 +52,7 @@ def failing(times: int, error: BaseException | ToolResult[Any]) -> Any:
 
 
 def world(body: Any, retry: RetryPolicy | None, **options: Any) -> World:
+    options.setdefault("reach", "reversible")
     return World(
         [make_tool("work", body, retry=retry, **options)], session=Session(clock=FakeClock())
     )
@@ -143,7 +144,11 @@ def test_the_waits_follow_the_backoff_by_the_clock_of_the_session():
 def test_a_deadline_that_would_pass_in_the_wait_ends_the_tries():
     clock = FakeClock()
     w = World(
-        [make_tool("work", raising(ConnectionError()), retry=RetryPolicies.QUICK)],
+        [
+            make_tool(
+                "work", raising(ConnectionError()), reach="reversible", retry=RetryPolicies.QUICK
+            )
+        ],
         session=Session(clock=clock),
     )
     context = ToolContext(
@@ -166,7 +171,7 @@ def test_policies_are_asked_once_and_the_call_counts_once():
             return PolicyDecision.allow()
 
     w = World(
-        [make_tool("work", failing(2, ConnectionError()), retry=TWICE_MORE)],
+        [make_tool("work", failing(2, ConnectionError()), reach="reversible", retry=TWICE_MORE)],
         policies=[Asked(), QuotaPolicy(max_calls=2)],
         session=Session(clock=FakeClock()),
     )
@@ -194,7 +199,12 @@ def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
         return ToolResult.ok(None)  # the second one at once: no machine is too slow for that
 
     work = Tool[Step, None](
-        name="work", description="Works.", handler=handler, retry=TWICE_MORE, timeout=0.2
+        name="work",
+        description="Works.",
+        handler=handler,
+        reach="reversible",
+        retry=TWICE_MORE,
+        timeout=0.2,
     )
     w = World([work])
 
@@ -209,7 +219,7 @@ def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
 
 def test_a_cancelled_wait_leaves_one_record_and_no_change():
     w = World(
-        [make_tool("work", raising(ConnectionError()), retry=RetryPolicy(
+        [make_tool("work", raising(ConnectionError()), reach="reversible", retry=RetryPolicy(
             max_retries=1, backoff=FixedBackoff(delay=600.0)))]
     )  # fmt: skip
 
@@ -229,7 +239,7 @@ def test_a_cancelled_wait_leaves_one_record_and_no_change():
 
 def test_the_callers_signal_ends_the_wait():
     w = World(
-        [make_tool("work", raising(ConnectionError()), retry=RetryPolicy(
+        [make_tool("work", raising(ConnectionError()), reach="reversible", retry=RetryPolicy(
             max_retries=1, backoff=FixedBackoff(delay=600.0)))]
     )  # fmt: skip
     context = ToolContext(session=w.session, prompt=w.prompt)
@@ -295,7 +305,7 @@ def _failing_effect() -> Effect:
     return Effect(description="index it", apply=fail)
 
 
-@pytest.mark.parametrize("reach", [None, "compensable"])
+@pytest.mark.parametrize("reach", ["reversible", "compensable"])
 def test_an_effect_that_fails_after_a_success_is_not_retried(reach: Any):
     """Retry covers the handler: what it did outside must not be done again for an effect's sake."""
     sent: list[str] = []
@@ -330,7 +340,12 @@ def test_a_policy_that_refuses_a_result_does_not_have_the_handler_run_again():
             raise ConnectionError("cannot note it")
 
     sent: list[str] = []
-    tool = make_tool("work", lambda params, context: sent.append(params.name), retry=TWICE_MORE)
+    tool = make_tool(
+        "work",
+        lambda params, context: sent.append(params.name),
+        reach="reversible",
+        retry=TWICE_MORE,
+    )
     w = World([tool], policies=[Broken()], session=Session(clock=FakeClock()))
 
     result = w.call("work")
@@ -359,3 +374,51 @@ def test_a_tool_that_only_reads_must_not_write_in_a_later_attempt_either():
     assert len(attempts) > 1
     assert not result.success
     assert w.state()[0].steps == ()
+
+
+def test_a_retried_call_that_succeeds_logs_no_error(caplog: pytest.LogCaptureFixture):
+    """A failed attempt is a line; its traceback is for a call that fails in the end."""
+    w = world(failing(2, ConnectionError("reset")), TWICE_MORE)
+
+    with caplog.at_level("INFO"):
+        assert w.call("work").success
+
+    logged = [(each.levelname, each.exc_info) for each in caplog.records]
+    assert logged == [("INFO", None)] * 2
+    assert all("NETWORK" in each.message and "reset" in each.message for each in caplog.records)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("reset"), TypeError("no number"), KeyError("x")])
+def test_a_call_that_fails_in_the_end_logs_one_traceback(
+    caplog: pytest.LogCaptureFixture, error: Exception
+):
+    w = world(raising(error), TWICE_MORE)
+
+    with caplog.at_level("INFO"):
+        assert not w.call("work").success
+
+    errors = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert [each.exc_info[1] for each in errors if each.exc_info] == [error]
+    assert errors == caplog.records[-1:]
+
+
+def test_debug_logs_have_the_traceback_of_every_attempt(caplog: pytest.LogCaptureFixture):
+    error = ConnectionError("reset")
+    w = world(failing(2, error), TWICE_MORE)
+
+    with caplog.at_level("DEBUG"):
+        assert w.call("work").success
+
+    assert [each.exc_info[1] for each in caplog.records if each.exc_info] == [error] * 2
+
+
+def test_a_tool_whose_reach_is_not_stated_cannot_be_retried():
+    """It may have reached outside: a second attempt could pay twice."""
+    with pytest.raises(ToolDefinitionError, match="state its reach, or leave out retry"):
+        make_tool("work", raising(ConnectionError()), retry=TWICE_MORE)
+    with pytest.raises(ToolDefinitionError, match="state its reach"):
+        make_tool("work", raising(ConnectionError()), reach="read", retry=TWICE_MORE).replace(
+            reach=None
+        )
+
+    make_tool("work", raising(ConnectionError()), retry=RetryPolicies.NONE)

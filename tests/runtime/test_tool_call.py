@@ -162,7 +162,9 @@ def test_a_subscriber_sees_the_session_as_it_is_then_and_may_call_tools():
         (ValueError("must start with /safe/"), "must start with /safe/", "VALIDATION_FAILED"),
         (RuntimeError("disk on fire"), "Internal error: disk on fire", "INTERNAL_ERROR"),
         (AssertionError("empty"), "Internal error: empty", "INTERNAL_ERROR"),
-        (KeyError("k"), "Internal error: KeyError: 'k'", "INTERNAL_ERROR"),
+        (KeyError("k"), "Internal error: 'k'", "INTERNAL_ERROR"),
+        (StopIteration("no more"), "Internal error: no more", "INTERNAL_ERROR"),
+        (StopIteration(), "Internal error: StopIteration", "INTERNAL_ERROR"),
         (ValueError(), "ValueError", "VALIDATION_FAILED"),
     ],
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from typing import Any
 
-from seed_names import FILE_TOOLS, noop_tool
-from seed_rows import Row, promise
+from seed_names import FILE_TOOLS, noop_tool, tool_of
+from seed_rows import Row, promise, seed_rows
 from seed_scenarios import Model
 
 from weakincentives.filesystem import Filesystem
@@ -141,6 +142,9 @@ def reason_of_a_denial(row: Row) -> None:
 
 @promise("004", "PolicyState (Session Slice)", "policy_name")
 def named_state(row: Row) -> None:
+    """The first of the three fields, and there are no others."""
+    rows = [each.name for each in seed_rows() if each.heading == row.heading]
+    assert [each.name for each in fields(PolicyState)] == rows
     model = shop()
     model.call("test")
     (state,) = model.session[PolicyState].all()
@@ -172,6 +176,7 @@ def invoked_keys(row: Row) -> None:
     model.call("write_file", path="b.txt", content="denied")
     (state,) = model.session[PolicyState].all()
     assert frozenset(state.invoked_keys) == {("read_file", "a.txt"), ("write_file", "new.txt")}
+    assert frozenset(state.invoked_tools) == {"read_file", "write_file"}
 
 
 @promise("004", "State Management", "Snapshot/restore: State captured with session snapshots")
@@ -210,9 +215,19 @@ def sessions_apart(row: Row) -> None:
 
 @promise("004", "Limitations", "Synchronous: Policy checks run on tool execution thread")
 def on_the_calling_thread(row: Row) -> None:
-    policy = Noting()
-    shop(policy).call("deploy")
-    assert policy.threads == [threading.get_ident()]
+    """On the thread of the handler, unless that has one of its own because of its time limit."""
+    for timeout in (None, 60.0):
+        policy, ran = Noting(), []
+
+        def work(params: None, *, context: ToolContext, ran: Any = ran) -> ToolResult[None]:
+            ran.append(threading.get_ident())
+            return ToolResult.ok()
+
+        work_tool = tool_of(work, "work", None, None).replace(timeout=timeout)
+        assert Model.offered(work_tool, policies=[policy]).call("work").success
+        assert len(policy.threads) == len(ran) == 1
+        assert (policy.threads == ran) is (timeout is None)
+        assert (ran == [threading.get_ident()]) is (timeout is None)
 
 
 @promise("004", "Limitations", "No rollback notification: Policies not notified on restore")

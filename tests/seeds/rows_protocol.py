@@ -13,7 +13,7 @@ from seed_blocks import document_text
 from seed_names import noop_tool
 from seed_rows import Row, promise
 
-from weakincentives.contrib.tools import Browser, scrape, write
+from weakincentives.contrib.tools import Browser, ScrapedPage, scrape, write
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import (
@@ -92,6 +92,8 @@ def doing(body: Callable[..., Any] = lambda context: None, **options: Any) -> To
         return body(context)
 
     work.__doc__ = "Work."
+    if "retry" in options:
+        options.setdefault("reach", "reversible")  # otherwise a call is never re-run
     return tool(name="work", **options)(work)
 
 
@@ -677,12 +679,48 @@ def cascades(row: Row) -> None:
         assert called(trigger_tool="note", trigger_condition=lambda r: r.value > 9) == []
         assert called(trigger_tool="note", fails=True) == []
 
+    def own_apply() -> None:
+        """Called in place of the tool, and like it only if the condition holds."""
+        applied(partial(CascadeEffect, trigger_tool="note"))
+        for least, expected in [(1, [5]), (9, [])]:
+            done: list[object] = []
+            effect = CascadeEffect(
+                trigger_tool="note",
+                trigger_condition=lambda r, least=least: r.value > least,
+                apply=lambda context, result, done=done: done.append(result.value),
+            )
+            outcome(doing(lambda context: 5, effects=[effect]))
+            assert done == expected
+            asyncio.run(apply_effects(doing(effects=[effect]), ToolResult.ok(5), surroundings()))
+            assert done == expected * 2
+
+    def undone() -> None:
+        """It follows the commit, so only by hand can another effect fail after it."""
+        steps: list[str] = []
+
+        def fail() -> None:
+            raise OSError("disk full")
+
+        effects = [
+            CascadeEffect(
+                trigger_tool="note",
+                apply=lambda: steps.append("applied"),
+                rollback=lambda: steps.append("undone"),
+            ),
+            NotificationEffect(event="e", apply=fail),
+        ]
+        outcome(doing(effects=effects))
+        assert steps == ["applied"]
+        with pytest.raises(OSError, match="disk full"):
+            asyncio.run(apply_effects(doing(effects=effects), ToolResult.ok(), surroundings()))
+        assert steps == ["applied", "applied", "undone"]
+
     named(row, {
         "type": partial(of_type, CascadeEffect, "cascade"),
         "triggerTool": lambda: so(called(trigger_tool="note") == [5]),
         "triggerCondition": conditions,
-        "apply": lambda: applied(partial(CascadeEffect, trigger_tool="note")),
-        "rollback": lambda: so(CascadeEffect(trigger_tool="t", rollback=print).rollback is print),
+        "apply": own_apply,
+        "rollback": undone,
     })  # fmt: skip
 
 
@@ -830,6 +868,50 @@ def built_in_policies(row: Row) -> None:
     assert policy.retryable_errors == codes
 
 
+@promise("003", "RetryExecutor")
+def retry_executor(row: Row) -> None:
+    def executes() -> None:
+        """Waits before each retry, ends with the first success, and answers with the last error."""
+        for failures, said in [(0, "done"), (2, "done"), (3, "no 3"), (9, "no 3")]:
+            clock, tries = FakeClock(0.0), [0]
+
+            def body(context: ToolContext, tries: Any = tries, failures: int = failures) -> Any:
+                tries[0] += 1
+                if tries[0] <= failures:
+                    return ToolResult.error(f"no {tries[0]}", code="TIMEOUT")
+                return ToolResult.ok(message="done")
+
+            policy = RetryPolicy(2, FixedBackoff(1.0), {"TIMEOUT"})
+            context = surroundings(session=Session(clock=clock))
+            result = outcome(doing(body, retry=policy, reach="reversible"), context)
+            assert (result.message, result.metadata.attempts) == (said, min(failures, 2) + 1)
+            assert clock.time() == min(failures, 2)
+
+    def retryable() -> None:
+        """The printed conditions, in their order; what is not recoverable is never retried."""
+        asked: list[tuple[str, int]] = []
+
+        def should(error: ToolError, attempt: int) -> bool:
+            asked.append((error.code, attempt))
+            return True
+
+        policy = RetryPolicy(1, NoBackoff(), {"TIMEOUT"}, should_retry=should)
+        assert policy.retries(TIMEOUT, 0)
+        assert not policy.retries(TIMEOUT, 1)  # no retries are left: nothing else is asked
+        assert asked == [("TIMEOUT", 0)]
+        assert not policy.retries(ToolError("LOCK", "m"), 0)
+        assert not policy.retries(ToolError("TIMEOUT", "m", recoverable=False), 0)
+        assert not RetryPolicy(1, non_retryable_errors={"TIMEOUT"}).retries(TIMEOUT, 0)
+
+    named(row, {
+        "executeWithRetry": executes,
+        "calculateBackoff": lambda: so(
+            [LinearBackoff(1.0, 0.5).delay(n) for n in (1, 2)] == [1.0, 1.5]
+        ),
+        "isRetryable": retryable,
+    })  # fmt: skip
+
+
 # Composition
 
 
@@ -847,14 +929,14 @@ def adding(name: str, number: int, **options: Any) -> Tool[Any, Any]:
 def composers(row: Row) -> None:
     def sequence() -> None:
         both = ToolComposer.sequence([adding("a", 1), adding("b", 2)])
-        assert (both.title, both.description.partition(":")[0]) == (
+        assert (both.title, both.description) == (
             "sequence:a→b", "Sequential execution of 2 tools"
         )  # fmt: skip
         assert [r.value for r in both(start=5).value.results] == [6, 7]
 
     def parallel() -> None:
         both = ToolComposer.parallel([adding("a", 1), adding("b", 2)])
-        assert (both.title, both.description.partition(":")[0]) == (
+        assert (both.title, both.description) == (
             "parallel:a+b", "Parallel execution of 2 tools"
         )  # fmt: skip
         assert {k: r.value for k, r in both(start=5).value.results.items()} == {"a": 6, "b": 7}
@@ -881,6 +963,8 @@ def sequence_options(row: Row) -> None:
             result = ToolComposer.sequence(members, stop_on_error=stop)(start=0)
             assert not result.success
             assert len(result.value.results) == reached
+            if stop:  # the Protocol returns the member's own result
+                assert result.failure == result.value.results[0].failure
 
     def transforms() -> None:
         given: list[str] = []
@@ -933,6 +1017,139 @@ def parallel_options(row: Row) -> None:
             assert most[0] == seen
 
     named(row, {"maxConcurrency": together, "stopOnError": stops, "timeout": times_out})
+
+
+# What the Protocol prints of a composed tool
+
+
+def limited(name: str, seconds: float | None, **options: Any) -> Tool[Any, Any]:
+    """Return a tool with a time limit that may run concurrently."""
+    return adding(name, 1, timeout=seconds, concurrent=True, **options)
+
+
+def first_of(*branches: list[Tool[Any, Any]]) -> list[ConditionalBranch]:
+    return [ConditionalBranch(lambda result, context: True, tools) for tools in branches]
+
+
+COMPOSED: dict[str, Callable[..., Tool[Any, Any]]] = {
+    "sequence": lambda *tools: ToolComposer.sequence(tools),
+    "parallel": lambda *tools: ToolComposer.parallel(tools),
+    "conditional": lambda *tools: ToolComposer.conditional(first_of(list(tools))),
+}
+
+
+@promise("003", "sequence")
+@promise("003", "parallel")
+@promise("003", "conditional")
+def composed_members(row: Row) -> None:
+    """Each field is as printed, or as DESIGN.md rules: checks and effects stay with the members."""
+    compose = COMPOSED[row.heading]
+
+    def named_so() -> None:
+        """The title; the name is one that providers take."""
+        titles = {
+            "sequence": "sequence:a→b",
+            "parallel": "parallel:a+b",
+            "conditional": "conditional:1branches",
+        }
+        made = compose(adding("a", 1), adding("b", 2))
+        assert made.title == titles[row.heading]
+        assert re.fullmatch("[a-z0-9_-]{1,64}", made.name)
+
+    def described() -> None:
+        texts = {
+            "sequence": "Sequential execution of 2 tools",
+            "parallel": "Parallel execution of 2 tools",
+            "conditional": "Conditional tool execution based on runtime conditions",
+        }
+        made = compose(adding("a", 1), adding("b", 2))
+        assert made.description == texts[row.heading]
+
+    def parameters() -> None:
+        """Of the first tool; of a parallel one, those of all."""
+
+        @tool(reach="read")
+        def other(end: int = 0) -> int:
+            """Count."""
+            return end
+
+        found = compose(adding("a", 1), other).parameters["properties"].keys()
+        assert found == ({"start", "end"} if row.heading == "parallel" else {"start"})
+
+    def preconditions() -> None:
+        """Ruled: each member's own, when it is its turn, so that one before it can fulfil them."""
+        memory = surroundings()
+        opens = doing(effects=[StateChangeEffect(state="open", value=True)]).replace(name="opens")
+        needs = StatePrecondition(description="It is open", state="open")
+        enters = doing(preconditions=[needs]).replace(name="enters")
+        made = compose(opens, enters)
+        assert made.preconditions == ()
+        assert made(context=memory).success
+        alone = compose(enters)(context=surroundings())
+        assert not alone.success
+        assert "It is open" in alone.message
+
+    def effects() -> None:
+        """Ruled: each member's own, once."""
+        memory = surroundings()
+        counts = doing(effects=[StateChangeEffect(state="n", change="increment")])
+        made = compose(counts.replace(name="a"), counts.replace(name="b"))
+        assert made.effects == ()
+        assert made(context=memory).success
+        assert memory.resources.get(MemoryManager).read("working", "n") == 2
+
+    def timeout() -> None:
+        assert compose(limited("a", 1.0), limited("b", 2.0)).timeout == (
+            2.0 if row.heading == "parallel" else 3.0
+        )
+        assert compose(limited("a", 1.0), limited("b", None)).timeout is None
+        # A member's own retries are within it.
+        again = limited("b", 2.0, retry=RetryPolicy(1, FixedBackoff(0.5)))
+        assert compose(again).timeout == 2 * 2.0 + 0.5
+        if row.heading == "parallel":
+            two = [limited("a", 1.0), limited("b", 2.0)]
+            assert ToolComposer.parallel(two, timeout=9.0).timeout == 9.0
+            # Members that cannot run concurrently wait for each other.
+            assert ToolComposer.parallel(two, max_concurrency=1).timeout == 3.0
+            alone = [each.replace(concurrent=False) for each in two]
+            assert ToolComposer.parallel(alone).timeout == 3.0
+        if row.heading == "conditional":
+            branches = first_of([limited("a", 1.0)], [limited("b", 2.0), limited("c", 4.0)])
+            # The longest branch, and the first tools of those before it, which have run by then.
+            assert ToolComposer.conditional(branches).timeout == 1.0 + 6.0
+            fallback = [limited("d", 9.0)]
+            assert ToolComposer.conditional(branches, fallback).timeout == 1.0 + 2.0 + 9.0
+
+    def retry() -> None:
+        """Ruled: a member is retried by its own policy; what has succeeded does not run again."""
+        runs: list[str] = []
+
+        @tool(reach="read")
+        def once() -> str:
+            """Run once."""
+            runs.append("once")
+            return "done"
+
+        @tool(reach="read", retry=RetryPolicy(max_retries=1))
+        def twice() -> ToolResult[Any]:
+            """Fail the first time."""
+            runs.append("twice")
+            return ToolResult.ok() if runs.count("twice") == 2 else ToolResult.error("no")
+
+        made = compose(once, twice)
+        assert made.retry is None
+        assert made(context=surroundings()).success
+        assert sorted(runs) == ["once", "twice", "twice"]
+
+    named(row, {
+        "name": named_so,
+        "description": described,
+        "parameters": parameters,
+        "preconditions": preconditions,
+        "effects": effects,
+        "timeout": timeout,
+        "retry": retry,
+    })  # fmt: skip
 
 
 def waiting(context: ToolContext) -> None:
@@ -1022,6 +1239,54 @@ def registry_methods(row: Row) -> None:
     })  # fmt: skip
 
 
+@promise("003", "ToolRegistryImpl")
+def registry_checks(row: Row) -> None:
+    def definition() -> None:
+        """Each part that the Protocol asks for; the error says which, and of which tool."""
+        schema = {"type": "object"}
+        wrong: list[tuple[str, tuple[Any, ...]]] = [
+            ("name", ("", "d", schema, echo)),
+            ("description", ("t", "", schema, echo)),
+            ("parameters schema", ("t", "d", None, echo)),
+            ("handler", ("t", "d", schema, None)),
+        ]
+        for part, arguments in wrong:
+            with pytest.raises(ToolDefinitionError, match=part):
+                ToolRegistry([Tool.from_schema(*arguments)])
+
+    def schema() -> None:
+        with pytest.raises(ToolDefinitionError, match="object schema"):
+            Tool.from_schema("t", "d", {"type": "array"}, echo)
+
+    def arguments() -> None:
+        """All problems, in the Protocol's words, joined as it joins them."""
+        fields = {"a": {"type": "string"}, "b": {"type": "boolean"}, "c": {"type": "array"}}
+        registry = ToolRegistry([raw(fields, required=["a"])])
+        failure = registry.execute("t", {"b": "yes", "c": {}}).failure
+        assert failure is not None
+        assert sorted(failure.message.split(", ")) == [
+            "Field 'b' must be of type boolean",
+            "Field 'c' must be of type array",
+            "Missing required field: a",
+        ]
+
+    def default_context() -> None:
+        """``default`` where the Protocol says so, but for the session, which has an id already."""
+        registry = ToolRegistry([noop_tool("t")])
+        context = registry.context()
+        assert (context.loop_id, context.agent_id) == ("default", "default")
+        assert context.session_id == registry.session.session_id
+        assert context.memory is not None
+        assert not context.signal.cancelled
+
+    named(row, {
+        "validateToolDefinition": definition,
+        "validateSchema": schema,
+        "validateArguments": arguments,
+        "createDefaultContext": default_context,
+    })  # fmt: skip
+
+
 # Error codes
 
 
@@ -1053,6 +1318,101 @@ def written(**arguments: Any) -> ToolResult[Any]:
     return registry.execute("file:write", {"content": "x", **arguments})
 
 
+# The Protocol's two example tools, as printed
+
+
+def printed(example: str) -> str:
+    (body,) = re.findall(
+        rf"const {example}: Tool = \{{\n(.*?)\n\s+async execute", document_text("003"), re.DOTALL
+    )
+    return body
+
+
+def literals(body: str, name: str) -> list[dict[str, Any]]:
+    """Return the fields with plain values of the objects in a list of an example."""
+    (listed,) = re.findall(rf"\n  {name}: \[\n(.*?)\n  \]", body, re.DOTALL)
+    found = [
+        dict(re.findall(r"\n      (\w+): ('[^']*'|true|false)", f"\n{each}"))
+        for each in re.findall(r"\{\n(.*?)\n    \}(?:,\n|$)", listed, re.DOTALL)
+    ]
+    plain = {"true": True, "false": False}
+    return [{k: plain.get(v, v.strip("'")) for k, v in each.items()} for each in found]
+
+
+@promise("003", "webScrapeTool")
+@promise("003", "fileWriteTool")
+def example_tools(row: Row) -> None:
+    ours, namespace = (scrape, "web") if row.heading == "webScrapeTool" else (write, "file")
+    body = printed(row.heading)
+
+    def registered() -> None:
+        (name,) = re.findall(r"^  name: '(.*)'", body, re.MULTILINE)
+        registry = ToolRegistry()
+        registry.register(ours, namespace=namespace)
+        assert registry.has(name)
+
+    def parameters() -> None:
+        """The same names, types, defaults, choices; milliseconds are seconds."""
+        schema = ours.parameters
+        names = re.findall(r"^      (\w+): \{", body, re.MULTILINE)
+        assert list(schema["properties"]) == [snake(name) for name in names]
+        (required,) = re.findall(r"^    required: \[(.*)\]", body, re.MULTILINE)
+        assert schema["required"] == re.findall(r"'(\w+)'", required)
+        for name in names:
+            (fields,) = re.findall(rf"\n      {name}: \{{\n(.*?)\n      \}}", body, re.DOTALL)
+            found = schema["properties"][snake(name)]
+            (text,) = re.findall(r"description: '(.*)'", fields)
+            assert found["description"].startswith(text.replace("Milliseconds", "Seconds"))
+            if choices := re.findall(r"enum: \[(.*)\]", fields):
+                assert found["enum"] == re.findall(r"'([\w-]+)'", choices[0])
+            if pattern := re.findall(r"pattern: '(.*)'", fields):
+                assert found["pattern"] == pattern[0]
+            if default := re.findall(r"default: '?([\w-]+)", fields):
+                assert str(found["default"]).lower() in (default[0], f"{default[0]}.0")
+
+    def contracts() -> None:
+        """One for each that is printed, with its fields."""
+        expected, found = literals(body, row.name), getattr(ours, row.name)
+        assert len(found) == len(expected) > 0
+        for each, fields in zip(found, expected, strict=True):
+            assert {name: getattr(each, snake(name)) for name in fields} == fields
+
+    def rollback() -> None:
+        contracts()
+        if row.heading == "fileWriteTool":
+            return
+        # "Remove cache entry"
+        context = surroundings()
+        page = ScrapedPage(url="http://new", content="c", timestamp=1.0)
+        memory = context.resources.get(MemoryManager)
+        memory.write("short-term", "web:cache", {"http://old": {"content": "o", "timestamp": 0.0}})
+        (effect,) = ours.effects
+        effect.run(context, ToolResult.ok(page))
+        assert list(memory.read("short-term", "web:cache")) == ["http://old", "http://new"]
+        assert effect.can_roll_back
+        effect.roll_back(context, ToolResult.ok(page))
+        assert list(memory.read("short-term", "web:cache")) == ["http://old"]
+
+    def timeout() -> None:
+        (milliseconds,) = re.findall(r"^  timeout: (\d+)", body, re.MULTILINE)
+        assert ours.timeout == int(milliseconds) / 1000
+
+    def retry() -> None:
+        (name,) = re.findall(r"^  retry: RetryPolicies\.(\w+)", body, re.MULTILINE)
+        assert ours.retry is getattr(RetryPolicies, name)
+
+    (description,) = re.findall(r"^  description: '(.*)'", body, re.MULTILINE)
+    named(row, {
+        "name": registered,
+        "description": lambda: so(ours.description == description),
+        "parameters": parameters,
+        "preconditions": contracts,
+        "effects": rollback,
+        "timeout": timeout,
+        "retry": retry,
+    })  # fmt: skip
+
+
 @promise("003", "error codes")
 def error_codes(row: Row) -> None:
     """Each occurs where the Protocol has it, with its words and with its ``recoverable``."""
@@ -1071,7 +1431,7 @@ def error_codes(row: Row) -> None:
         ).value.results["broken"],
         "NO_BRANCH_MATCHED": lambda: ToolComposer.conditional([none])(context=make_context()),
         "TOOL_NOT_FOUND": lambda: ToolRegistry().execute("wrok"),
-        "INVALID_ARGUMENTS": lambda: raw({}, required=["path"])({}),
+        "INVALID_ARGUMENTS": lambda: raw({"n": {"type": "number"}}, required=["path"])({"n": "1"}),
         "PRECONDITION_FAILED": lambda: outcome(doing(preconditions=[closed])),
         "SCRAPE_FAILED": scraped,
         "FILE_EXISTS": lambda: written(path="a.txt"),
@@ -1082,21 +1442,25 @@ def error_codes(row: Row) -> None:
         "EXECUTION_FAILED": "broken",
         "NO_BRANCH_MATCHED": "No conditional branch matched and no fallback provided",
         "TOOL_NOT_FOUND": "Tool 'wrok' not found",
-        "INVALID_ARGUMENTS": "path",
+        "INVALID_ARGUMENTS": "Field 'n' must be of type number, Missing required field: path",
         "PRECONDITION_FAILED": "Tool preconditions not met",
+        "SCRAPE_FAILED": "No element matches the selector",
         "FILE_EXISTS": "File 'a.txt' already exists",
+        "WRITE_FAILED": "dir is a directory. Give the path of a file",
     }
     assert row.name in results, f"write a check for {row}"
     failure = results[row.name]().failure
     assert failure is not None
     assert failure.code == row.name
-    assert words.get(row.name, "") in failure.message
+    assert failure.message == words[row.name]
     text = document_text("003")
     (stated,) = set(
         re.findall(rf"code: '{row.name}',\s+message: [^\n]+\n\s+recoverable: (\w+)", text)
     )
-    # protocol_table.md says why one differs: the model can correct itself.
-    expected = True if row.name == "INVALID_ARGUMENTS" else stated == "true"
-    assert failure.recoverable is expected
-    if row.name == "PRECONDITION_FAILED":
-        assert failure.suggestions == ("The door is open",)
+    assert failure.recoverable is (stated == "true")
+    suggestions = {
+        "PRECONDITION_FAILED": ("The door is open",),
+        "SCRAPE_FAILED": ("Check URL validity", "Verify page accessibility"),
+        "FILE_EXISTS": ("Set overwrite: true", "Choose different path"),
+    }
+    assert failure.suggestions == suggestions.get(row.name, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from dataclasses import dataclass, fields
 from typing import Any
@@ -74,6 +75,31 @@ def declare(**options: Any) -> Tool[Params, Result]:
 
 
 # Core schemas
+
+
+@promise("002", "places")
+def places(row: Row) -> None:
+    """Found at the module that the spec names, the one definition, and public for type checkers."""
+    import ast
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    import weakincentives.prompt as package
+
+    module = "weakincentives." + row.cells[0].removesuffix(".py").replace("/", ".")
+    found = getattr(importlib.import_module(module), row.name)
+    assert found is getattr(package, row.name)
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    exported = {
+        each.name if isinstance(each, ast.ClassDef) else alias.asname
+        for each in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+        if isinstance(each, ast.ClassDef | ast.ImportFrom)
+        for alias in (each.names if isinstance(each, ast.ImportFrom) else (None,))
+    }
+    # In a typed package, an import is public only `as` itself.
+    assert row.name in exported
 
 
 @promise("002", "Tool", "name")
@@ -262,6 +288,11 @@ def prompt_resources(row: Row) -> None:
         return ToolResult.ok(message=context.filesystem.read("a.txt"))
 
     assert tool_of(read, "read")(context=context).message == "a"
+
+    # "Access prompt's resource context"
+    prompt = Prompt(PromptTemplate(resources={Filesystem: fs}))
+    own = ToolContext(session=Session(), prompt=prompt)
+    assert own.resources.get(Filesystem) is own.filesystem is fs
 
 
 @promise("002", "ToolContext", "budget_tracker")

@@ -120,6 +120,14 @@ def _fenced(text: str) -> Iterator[tuple[str, int, str, str]]:
             yield heading, number, opening[2].strip(), "".join(content for _, content in inside)
 
 
+def without_fences(text: str) -> str:
+    """Return a document without its fenced blocks."""
+    lines = text.splitlines()
+    for _, line, _, source in reversed(list(_fenced(text))):
+        del lines[line - 1 : line + source.count("\n") + 1]
+    return "\n".join(lines)
+
+
 @dataclass
 class Executed:
     """What a block left behind. Its names are attributes of this."""

@@ -416,6 +416,17 @@ def what_exceptions_become(run: Run) -> None:
     assert result.message == "Internal error: disk full"
     assert not context.filesystem.exists("trace.txt")
 
+    # To the letter, whatever the exception makes of its message, in every way to run a handler.
+    for error in (KeyError("x"), KeyError("a", 1), StopIteration("x"), OSError(2, "none", "f")):
+        (expected,) = run(exception_message=str(error)).shown
+
+        def broken(params: None, *, context: ToolContext, e: Any = error) -> ToolResult[None]:
+            raise e
+
+        for options in ({}, {"timeout": 60.0}):
+            tool = tool_of(broken, "broken", None, None).replace(**options)
+            assert tool(context=make_context()).message == expected.message
+
 
 @scenario("Chapter", "Error Message Design for Model Recovery")
 def next_steps_in_messages(run: Run) -> None:

@@ -9,9 +9,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from seed_blocks import document_text
+from seed_blocks import document_text, without_fences
 
 LISTS = {
+    "000": ("Tool Contracts", "Why Type Parameters Matter", "Resource Management",
+            "Rendering Results", "Exception Handling", "Stage 1: Automatic Schema Validation",
+            "How Errors Propagate Through Adapters", "Transaction Rollback on Errors",
+            "Example: VFS Tool Suite", "Transaction Lifecycle", "ReadBeforeWritePolicy",
+            "Key Behaviors"),
     "002": ("ToolResult", "Prompt Rendering", "Runtime Dispatch", "ToolResult Contract",
             "Handler Validation", "Limitations"),
     "003": (),
@@ -27,6 +32,15 @@ _KIND = re.compile(r"^  \| (\w+)", re.MULTILINE)
 _CODE = re.compile(r"code: '([A-Z_]+)'")
 _POLICY = re.compile(r"^  ([A-Z]+): [{(]", re.MULTILINE)
 _BACKOFF = re.compile(r"\{ type: '(\w+)'")
+_PLACE = re.compile(r"At `src/weakincentives/([\w/]+\.py)` \(`(\w+)` class\)")
+_COMPOSED = re.compile(
+    r"\n  (sequence|parallel|conditional)\(.*?return \{\n(.*?)\n\s+async execute", re.DOTALL
+)
+_COMPOSED_MEMBER = re.compile(r"^ {6}(\w+): ", re.MULTILINE)
+_EXAMPLE = re.compile(r"const (\w+Tool): Tool = \{\n(.*?)\n\s+async execute", re.DOTALL)
+_EXAMPLE_MEMBER = re.compile(r"^  (\w+): ", re.MULTILINE)
+_PRIVATE = re.compile(r"\n(?:interface|class) (\w+)[^\n]* \{\n(.*?)\n\}", re.DOTALL)
+_PRIVATE_MEMBER = re.compile(r"^  (?:private (\w+)\(|async (\w+)<)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -46,9 +60,14 @@ class Row:
 
 
 def seed_rows() -> tuple[Row, ...]:
-    """Return every row of the Runtime spec, the Protocol and the Policy spec, in reading order."""
+    """Return every row of the Chapter, the specs and the Protocol, in reading order."""
     rows = (
+        *_rows_of("000"),
         *_rows_of("002"),
+        *(
+            Row("002", "places", name, (path,))
+            for path, name in _PLACE.findall(document_text("002"))
+        ),
         *_protocol_rows(document_text("003")),
         *_rows_of("004"),
     )
@@ -58,7 +77,7 @@ def seed_rows() -> tuple[Row, ...]:
 def _rows_of(document: str) -> Iterator[Row]:
     heading = ""
     is_header = True
-    text = re.sub(r"(?ms)^```.*?^```$", "", document_text(document))
+    text = without_fences(document_text(document))
     text = re.sub(r"\n  +", " ", text)  # an item that goes on
     for line in text.splitlines():
         if found := _HEADING.fullmatch(line):
@@ -91,6 +110,15 @@ def _protocol_rows(text: str) -> Iterator[Row]:
         yield Row("003", "RetryPolicies", name)
     for code in _CODE.findall(text):
         yield Row("003", "error codes", code)
+    for name, body in _PRIVATE.findall(text):
+        for private, generic in _PRIVATE_MEMBER.findall(body):
+            yield Row("003", name, private or generic)
+    for composed, body in _COMPOSED.findall(text):
+        for member in _COMPOSED_MEMBER.findall(body):
+            yield Row("003", composed, member)
+    for example, body in _EXAMPLE.findall(text):
+        for member in _EXAMPLE_MEMBER.findall(body):
+            yield Row("003", example, member)
 
 
 # What keeps a row's promise

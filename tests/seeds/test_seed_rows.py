@@ -7,7 +7,7 @@ import importlib
 import pytest
 from seed_rows import PROMISES, Row, promise_of, seed_rows
 
-for module in ("rows_runtime", "rows_protocol", "rows_policy"):
+for module in ("rows_chapter", "rows_runtime", "rows_protocol", "rows_policy"):
     importlib.import_module(module)
 ROWS = seed_rows()
 
@@ -41,4 +41,9 @@ def test_the_rows_of_all_tables_are_found() -> None:
     assert by_heading[("003", "ToolRegistry")] == 10
     assert by_heading[("003", "error codes")] == 9
     assert by_heading[("004", "PolicyState (Session Slice)")] == 3
-    assert len(ROWS) == 219
+    assert by_heading[("000", "What Gets Rolled Back")] == 5
+    assert by_heading[("000", "Rendering Results")] == 6
+    assert by_heading[("002", "places")] == 4
+    for composed in ("sequence", "parallel", "conditional", "webScrapeTool", "fileWriteTool"):
+        assert by_heading[("003", composed)] == 7
+    assert len(ROWS) == 336

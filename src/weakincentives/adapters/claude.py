@@ -52,6 +52,7 @@ from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.logs import get_logger, without_secrets
 from weakincentives.media import Media
+from weakincentives.programs import find_program, missing_program, safe_path
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
@@ -262,12 +263,14 @@ class _Program(Adapter):
             permission_mode=adapter.permission_mode,
             max_budget_usd=adapter.max_budget_usd,
             cwd=self._directory,
-            cli_path=adapter.cli_path,
+            cli_path=_program(adapter.cli_path),
             hooks=hooks,
             include_partial_messages=True,
             max_buffer_size=100 * MUCH,
             verbatim_prompts=True,
             env={
+                # Its Bash needs the project's programs; without it, the program runs only its own.
+                **({} if "Bash" in adapter.native_tools else {"PATH": safe_path()}),
                 "HOME": home,
                 "CLAUDE_CONFIG_DIR": home,
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -674,6 +677,21 @@ def _in_words(message: Message, shown: Sequence[str] = ()) -> str:
     """Return a message with its media in words, but for those types that the program shows."""
     unseen = [each for each in message.media if each.media_type not in shown]
     return "\n\n".join([message.text, *map(in_words, unseen)])
+
+
+def _program(given: str | Path | None) -> str:
+    """Return the program to start: the given one, the SDK's own, or the one in ``PATH``."""
+    import claude_agent_sdk
+
+    name = "claude.exe" if os.name == "nt" else "claude"
+    bundled = Path(str(claude_agent_sdk.__file__)).parent / "_bundled" / name
+    wanted = os.path.abspath(given) if given is not None else str(bundled)
+    if given is None and not bundled.is_file():
+        wanted = name
+    found = find_program(wanted)
+    if found is None:
+        raise ProviderUnavailable(f"the Claude program did not start: {missing_program(wanted)}")
+    return found
 
 
 def _as_prompt(messages: Sequence[Message]) -> str | AsyncIterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,7 +28,7 @@ from weakincentives.adapters.schema import Form, Forms, arguments_of, json_objec
 from weakincentives.budget import TokenPrice
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.runtime.conversation import Message, ModelTurn
-from weakincentives.state import source_of
+from weakincentives.state import python, source_of
 
 _PROGRAM = source_of(__file__, "local_server.py")
 
@@ -121,7 +120,7 @@ class LocalModel:
             "threads": self._threads,
         }
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM],
+            python(_PROGRAM),
             env={**os.environ, SETTINGS: json.dumps(settings)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

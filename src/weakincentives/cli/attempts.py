@@ -27,6 +27,7 @@ from weakincentives.contrib.tools import find_sandbox
 from weakincentives.errors import SandboxUnavailable, WinkError
 from weakincentives.filesystem import Branch, branches_of
 from weakincentives.runtime import Attempt, BestOf, CommandJudge, best_of
+from weakincentives.state import python
 from weakincentives.text import counted
 
 _PATIENCE = 0.3
@@ -129,11 +130,10 @@ class Attempts:
     def _started(self, number: int, branch: str, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         alive = self._alive.fileno()
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(alive), *self._words(number, branch)],
+            python(_PROGRAM, str(alive), *self._words(number, branch)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
             pass_fds=[alive],
             start_new_session=True,  # Ctrl-C is for us to handle
         )
@@ -273,7 +273,7 @@ def main() -> NoReturn:
 
     The arguments of the process are the pipe's descriptor and those of `wink`.
     """
-    alive = int(sys.argv[1])
+    alive = int(sys.argv.pop(1))
     os.set_inheritable(alive, False)
 
     def watch() -> None:
@@ -281,7 +281,7 @@ def main() -> NoReturn:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
-    entry.main(sys.argv[2:])
+    entry.main()
 
 
 def _summary(found: BestOf[Any], left: Sequence[Attempt[Any]]) -> Iterator[str]:

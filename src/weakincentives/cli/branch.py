@@ -376,12 +376,24 @@ def merge(
 
 def _merge(branch: Branch, directory: Path, prefer: Prefer | None) -> tuple[str, ...]:
     try:
-        with open_workspace(directory, wait=FOR_OTHERS) as files:
+        rules = _unprotected(directory)
+        with open_workspace(directory, unprotected=rules, wait=FOR_OTHERS) as files:
             return branch.merge_into(files, prefer=prefer)
     except MergeConflict as error:  # changed at this very moment
         raise Misuse(f"nothing was merged: {error}") from error
     except WorkspaceLocked as error:  # since it was opened
         raise InUse(error, str(directory)) from error
+
+
+def _unprotected(directory: Path) -> Sequence[str]:
+    """Return the paths that the settings of a directory allow calls to change."""
+    from weakincentives.cli.config import load_settings
+    from weakincentives.cli.trust import trust_of
+
+    settings = load_settings(directory, suites=[], sections=[])
+    if settings.policy.unprotect:
+        trust_of(settings.workspace).admit(settings)
+    return settings.policy.unprotect
 
 
 def _preference(given: str | None) -> Prefer | None:

@@ -31,6 +31,8 @@ from weakincentives.text import counted, size_of
 if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
 
+_OPENS_WITHIN = 10.0
+"""Seconds; a browser that takes longer has opened the page, and stays in the foreground."""
 _PAGE = 'In the documentation: "Debugger".'
 
 
@@ -69,7 +71,7 @@ def debug(
 
     def opened(link: str) -> None:
         echo(link)
-        if no_open or not _has_browser() or not _open(link):
+        if no_open or not _has_browser() or not open_link(link):
             say("open this link in a browser on this machine; it works once")
         say("Ctrl-C ends it")
 
@@ -89,13 +91,19 @@ def _has_browser() -> bool:
     return sys.platform != "linux" or any(os.environ.get(name) for name in displays)
 
 
-def _open(link: str) -> bool:
-    import webbrowser
+def open_link(link: str) -> bool:
+    """Open a link in the person's browser, which another process looks for: see ``programs``."""
+    import subprocess
 
+    from weakincentives.programs import safe_environment
+
+    program = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
+    argv = [sys.executable, "-I", "-c", program, link]
+    opened = subprocess.Popen(argv, cwd="/", env=safe_environment(), stderr=subprocess.DEVNULL)
     try:
-        return webbrowser.open(link)
-    except webbrowser.Error:
-        return False
+        return opened.wait(_OPENS_WITHIN) == 0
+    except subprocess.TimeoutExpired:
+        return True
 
 
 # export

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +18,7 @@ from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, existin
 from weakincentives.cli.models import PROVIDERS, problem_with_file
 from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.errors import SandboxUnavailable, SnapshotError, StateUnavailable, StoreRefused
+from weakincentives.programs import find_program, missing_program
 from weakincentives.state import state_directory
 from weakincentives.text import counted, harmless
 
@@ -203,9 +203,9 @@ def _version(package: str) -> str | None:
 
 def _programs() -> Found:
     for program, purpose in {"git": "`git apply` of diffs", "rg": "fast search"}.items():
-        path = shutil.which(program)
+        path = find_program(program)
         if path is None:
-            yield "warning", f"{program} is not installed; it provides {purpose}", "install it"
+            yield "warning", f"{missing_program(program)}; it provides {purpose}", "install it"
         else:
             yield "ok", f"{program}: {path}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -64,8 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     if arguments is None:
         # First of all: the workspace may be on the path, and must not shadow installed modules.
-        installed = (sys.prefix, sys.base_prefix)
-        sys.path.sort(key=lambda each: not each.startswith(installed))
+        if sys.flags.ignore_environment:  # a run that we have started: see ``state.python``
+            named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            sys.path += [os.path.abspath(each) for each in named if each]
+        library = os.path.dirname(os.__file__)
+        installed = library, f"{library}/lib-dynload", *site.getsitepackages()
+        sys.path.sort(key=lambda each: each not in installed)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: the next file opened would take its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end

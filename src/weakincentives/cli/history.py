@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.diffs import Detail
     from weakincentives.runtime.calls import Call, Calls, Run
     from weakincentives.runtime.rewind import Parts, Rewound
+    from weakincentives.runtime.undo import Preview
 
 _PAGE = 'In the documentation: "History and undo".'
 _SEE = "`wink log` lists the calls"
@@ -187,7 +188,8 @@ def diff(
     "wink undo --to k3f/2          # this call and everything after it",
     "wink undo --run k3f --dry-run",
     "wink undo undo_7              # undo an undo",
-    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
+    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE} The exit "
+    "code is 1 if nothing was undone, and 3 if something is left: standard error says what.",
 )
 def undo(
     call: AnyCall = None,
@@ -220,7 +222,7 @@ def undo(
     if call is not None and _undoes_rewind(calls, chosen[0]):
         rewound = _Rewind(calls=calls, target=chosen[0], shown=files, before=True)
         return rewound.perform(force, dry_run)
-    left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
+    left = [each for each in chosen if each.committed and (to is not None or each.can_be_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
         say(f"nothing to undo: {_nothing_left(calls) or nothing}; {_SEE}")
@@ -230,10 +232,10 @@ def undo(
     if killed:
         say(_KILLED)  # the killed call's changes may be in the way
     try:
-        shown = preview_undo(calls, left, force=force or killed, detail=files.is_shown)
+        found = preview_undo(calls, left, force=force or killed, detail=files.is_shown)
     except UndoRefused as error:
         return _refuse(calls, error.paths, left)
-    return print_diff(shown, files)
+    return _show_preview(found, files)
 
 
 @examples(
@@ -242,7 +244,8 @@ def undo(
     "wink rewind k3f/4 --dry-run   # only show what would change in files",
     "wink undo k3f/9               # undo the rewind, which is a call itself",
     'wink resume k3f "now with pytest"',
-    more=_PAGE,
+    more=f"{_PAGE} The exit code is 3 if something is left as it was edited: standard error says "
+    "what.",
 )
 def rewind(
     call: CallName,
@@ -429,6 +432,8 @@ def _from(calls: Calls, first: str) -> list[Call]:
 
 # Undoing
 
+_SOMETHING_LEFT = 3
+"""The exit code if something is not as it was before: what others have changed since stays."""
 _KILLED = (
     "a call was killed, and its changes are still there (not shown); the next command that opens "
     "the directory, such as `wink undo`, rolls it back first"
@@ -467,6 +472,16 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
     echo(f"To redo it: wink undo {where}{done.call.call_id}")
     if any(each.run is not None for each in chosen):
         echo("Only files were undone; the session of the run still has the call.")
+    return _SOMETHING_LEFT if notes else 0
+
+
+def _show_preview(found: Preview, shown: Files) -> int:
+    """Print what an undo or a rewind would change, and what would stay; return the exit code."""
+    for path in found.staying:
+        say(f"{harmless(path)} was changed outside wink since, and would stay")
+    if found.changes:
+        return print_diff(found.changes, shown)
+    echo("No files would change.", err=True)
     return 0
 
 
@@ -563,12 +578,7 @@ class _Rewind:
             force=force,
             detail=self.shown.is_shown,
         )
-        for path in found.staying:
-            say(f"{path} was changed outside wink since, and would stay")
-        if not found.changes:
-            echo("No files would change.", err=True)
-            return 0
-        return print_diff(found.changes, self.shown)
+        return _show_preview(found, self.shown)
 
     def _rewind(self, force: bool) -> int:
         from weakincentives.cli.agent import open_session
@@ -593,7 +603,7 @@ class _Rewind:
             )
         say(*done.notes)
         self._report(done)
-        return 0
+        return _SOMETHING_LEFT if done.notes else 0
 
     def _report(self, done: Rewound) -> None:
         when = "before" if self.before else "after"
@@ -655,6 +665,7 @@ _STYLES = {
     "ok": "",
     "undo": "cyan",
     "undone": "dim",
+    "partly undone": "yellow",
     "dry run": "dim",
     "denied": "yellow",
     "refused": "yellow",
@@ -714,6 +725,8 @@ def _log_lines(found: Sequence[Call], calls: Calls, files: Files) -> Iterable[Li
     names = calls.names()
     name = max((len(call.name) for call in found), default=0)
     tool = max((len(_tool(call)) for call in found), default=0)
+    outcome = max((len(call.outcome) for call in found), default=0)
+    outcome = max(outcome, len("rolled back"))
     shown = Counter(call.run for call in found)
     run: Run | None = None
     for call in found:
@@ -726,7 +739,7 @@ def _log_lines(found: Sequence[Call], calls: Calls, files: Files) -> Iterable[Li
             (f"{call.name:>{name}}  ", "bold"),
             (f"{moment}  ", "dim"),
             (f"{_tool(call):<{tool}}  ", ""),
-            (f"{call.outcome:<11}  ", _STYLES[call.outcome]),
+            (f"{call.outcome:<{outcome}}  ", _STYLES[call.outcome]),
             (summary_of(call.arguments, 50) or (undoes and f"of {undoes}"), ""),
         ]
         indent = " " * (name + 2)

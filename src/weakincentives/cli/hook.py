@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
+import shlex
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -23,6 +24,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import WinkError
 
 if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.scan import Noted
     from weakincentives.prompt import ToolContext
@@ -34,23 +36,33 @@ _EVENTS = {
     "PreToolUse": "*",
     "PostToolUse": "*",
     "PostToolUseFailure": "*",
+    "SubagentStop": None,
     "Stop": None,
     "SessionEnd": None,
 }
 """The events to be told of, each with the tools that count."""
+_ENDS = ("SubagentStop", "Stop", "SessionEnd")
 _PATIENCE = 120
 """Seconds that Claude Code waits for us; we wait half as long for others on the directory."""
 _FORGOTTEN = 3600.0
 """Seconds after which a tool of another session that has not ended counts as killed."""
 _SAID = 20_000
 """Characters of a tool's answer that are recorded."""
+_NOTED = 2_000
+"""Characters of an argument that are noted until its tool has ended."""
+_NO_END = (
+    "It was cancelled, or denied by the person: there was no event at its end. This is all that "
+    "changed in the directory until the next event."
+)
 
 
 @examples(
-    "wink hook claude-code --print-settings > .claude/settings.json",
-    "wink log                      # afterwards: every tool that Claude Code has used",
-    more="Claude Code starts it, with a JSON object on standard input. "
-    'In the documentation: "Claude Code with hooks".',
+    "wink hook claude-code --print-settings > wink-hooks.json",
+    "claude --settings wink-hooks.json   # beside the settings that you have",
+    "wink log                            # afterwards: every tool that Claude Code has used",
+    more="Claude Code starts it, with a JSON object on standard input. To have the hooks in every "
+    'session, add them to the "hooks" in .claude/settings.json by hand; do not write the output '
+    'over that file. In the documentation: "Claude Code with hooks".',
 )
 def claude_code(
     workspace: Annotated[
@@ -64,7 +76,7 @@ def claude_code(
     ] = None,
     print_settings: Annotated[
         bool,
-        typer.Option("--print-settings", help="Print what to put into .claude/settings.json."),
+        typer.Option("--print-settings", help="Print the hooks for Claude Code's settings."),
     ] = False,
 ) -> None:
     """Record every tool that Claude Code uses as one call, which `wink undo` undoes."""
@@ -86,44 +98,52 @@ def claude_code(
 
 
 def _settings(workspace: Path | None) -> dict[str, Any]:
-    program = "wink" if shutil.which("wink") else f"{sys.executable} -P -m weakincentives.cli"
-    command = f"{program} hook claude-code"
+    command = f"{_program()} hook claude-code"
     if workspace is not None:
-        import shlex
-
         command += f" -w {shlex.quote(str(workspace.resolve()))}"
-    ours = [{"type": "command", "command": command, "timeout": _PATIENCE}]
-    return {
-        "hooks": {
-            event: [{"hooks": ours} if tools is None else {"matcher": tools, "hooks": ours}]
-            for event, tools in _EVENTS.items()
-        }
-    }
+    hooks: dict[str, Any] = {}
+    for event, tools in _EVENTS.items():
+        # Only exit code 2 denies a tool: without us it must not run unrecorded.
+        fails_closed = " || exit 2" if event == "PreToolUse" else ""
+        ours = [{"type": "command", "command": command + fails_closed, "timeout": _PATIENCE}]
+        hooks[event] = [{"hooks": ours} if tools is None else {"matcher": tools, "hooks": ours}]
+    return {"hooks": hooks}
+
+
+def _program() -> str:
+    """Return how to start this `wink` from anywhere: a hook may have another PATH."""
+    own = Path(sys.executable).parent / "wink"
+    if own.exists():
+        return shlex.quote(str(own))
+    return f"{shlex.quote(sys.executable)} -P -m weakincentives.cli"
 
 
 def _answer(
     event: str, session: str, told: Mapping[str, Any], root: Path
 ) -> Mapping[str, Any] | None:
     """Return what to tell Claude Code, if anything."""
-    from weakincentives.adapters.claude_program import NOT_CALLS, READING
-
     name = str(told.get("tool_name", ""))
+    if event not in _EVENTS or os.environ.get(INSIDE) == str(root):
+        return None  # inside `wink exec`, all of it is one call already
     is_before = event == "PreToolUse"
-    if event not in _EVENTS or name in NOT_CALLS or (is_before and name in READING):
-        return None
-    if os.environ.get(INSIDE) == str(root):
-        return None  # all of it is one call already
     try:
-        with _Hooked(session, told, root).opened() as hooked:
+        hooked = _Hooked(event, session, told, root)
+        if not hooked.has_work():
+            return None
+        with hooked.opened():
             if is_before:
-                return hooked.before()
-            if event in ("Stop", "SessionEnd"):
-                return hooked.forget()
-            return hooked.after(failed=event == "PostToolUseFailure")
+                said = hooked.before()
+            elif event in _ENDS:
+                said = hooked.stop()
+            else:
+                said = hooked.after(failed=event == "PostToolUseFailure")
+        if hooked.messages:
+            said = {**(said or {}), "systemMessage": "\n".join(hooked.messages)}
+        return said
     except (Misuse, WinkError, OSError) as error:
         if is_before:  # what would not be recorded does not run
             return _denial(f"wink cannot record {name}: {error}")
-        return {"systemMessage": f"wink has not recorded {name}: {error}"}
+        return {"systemMessage": f"wink has not recorded {name or event}: {error}"}
 
 
 def _denial(reason: str, decision: str = "deny") -> dict[str, Any]:
@@ -137,109 +157,157 @@ class _Use:
 
     session: str
     agent: str
-    """The sub-agent that uses it; empty for the main one. Each uses one such tool at a time."""
+    """The sub-agent that uses it; empty for the main one."""
+    turn: str
+    """What identifies the agent's turn, if the program tells."""
     began: float
+    name: str
+    params: Any
+    """Its arguments, with long texts cut."""
+    is_over: bool = False
+    """Whether it seems to have been cancelled: what it had changed is in a call already."""
 
 
 class _Hooked:
-    """One event of a session of Claude Code, with the workspace open."""
+    """One event of a session of Claude Code; its methods need the workspace open."""
 
     files: HostFilesystem
 
-    def __init__(self, session: str, told: Mapping[str, Any], root: Path) -> None:
+    def __init__(self, event: str, session: str, told: Mapping[str, Any], root: Path) -> None:
+        from weakincentives.adapters.claude_program import NOT_CALLS, READING
+        from weakincentives.cli.config import load_settings
+        from weakincentives.cli.trust import trust_of
+
+        self._event = event
         self._session = session
         self._told = told
         self._root = root
         self._name = str(told.get("tool_name", ""))
         self._id = str(told.get("tool_use_id", ""))
+        self._agent = str(told.get("agent_id") or "")
+        self._turn = str(told.get("prompt_id") or told.get("turn_id") or "")
+        self._is_call = self._name not in NOT_CALLS
+        self._reads = self._name in READING or not self._is_call
+        self._settings = _by_wire_name(load_settings(root, suites=[], sections=[]))
+        trust_of(self._settings.workspace).admit(self._settings)
         self._asked: list[ApprovalRequest] = []
         """What the rules of the directory want a person to be asked."""
+        self.messages: list[str] = []
+        """What to tell the person."""
+
+    def has_work(self) -> bool:
+        """Tell whether the workspace must be opened for this event."""
+        if self._event in _ENDS:
+            from weakincentives.filesystem.store import location_of
+
+            return bool(self._finished(_uses_in(location_of(self._root))))
+        if self._event != "PreToolUse":
+            return self._is_call
+        rules = self._settings.policy
+        restricts = (rules.deny, rules.after, rules.quota, rules.rate, rules.use)
+        return not self._reads or bool(self._settings.ask) or any(restricts)
 
     @contextmanager
-    def opened(self) -> Generator[_Hooked]:
+    def opened(self) -> Generator[None]:
         """Open the workspace, after waiting for others such as another hook."""
-        from weakincentives.cli.config import load_settings
-        from weakincentives.cli.trust import trust_of
         from weakincentives.filesystem import HostFilesystem
 
-        self._settings = load_settings(self._root, suites=[], sections=[])
-        trust_of(self._settings.workspace).admit(self._settings)
         rules = self._settings.policy
         with HostFilesystem(
             self._root, wait=_PATIENCE / 2, unprotected=rules.unprotect
         ) as self.files:
-            yield self
-
-    # The tools that have begun, in the store; changed only while the workspace is open.
-
-    @property
-    def _place(self) -> Path:
-        return self.files.store / "claude-code.json"
-
-    def _uses(self) -> dict[str, _Use]:
-        try:
-            found = json.loads(self._place.read_bytes())
-            return {
-                str(key): _Use(str(each["session"]), str(each["agent"]), float(each["began"]))
-                for key, each in found.items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}  # none, or damaged: then changes are attributed less exactly
+            yield
 
     def _save(self, uses: Mapping[str, _Use]) -> None:
         from weakincentives.filesystem.store import write_whole
 
         data = json.dumps({key: asdict(each) for key, each in uses.items()})
-        write_whole(self._place, data.encode(), safe=False)
+        write_whole(self.files.store / _USES, data.encode(), safe=False)
 
     # Events
 
     def before(self) -> Mapping[str, Any] | None:
-        """Note the files, unless another agent's tool is under way; say why it must not run."""
+        """Ask the rules; note the files, unless another tool is under way."""
         denial = self._admitted()
-        if denial is not None and denial["hookSpecificOutput"]["permissionDecision"] == "deny":
+        is_denied = denial is not None and (
+            denial["hookSpecificOutput"]["permissionDecision"] == "deny"
+        )
+        if is_denied or self._reads:
             return denial
-        agent, now = str(self._told.get("agent_id") or ""), SYSTEM_CLOCK.time()
-        # One of the same agent was denied or killed: it has no end.
-        uses = {
-            key: each
-            for key, each in self._uses().items()
-            if (each.session, each.agent) != (self._session, agent)
-            and now - each.began < _FORGOTTEN
-        }
-        if not uses:
+        uses = _uses_in(self.files.store)
+        finished = self._finished(uses)
+        self._adopt(uses, finished)
+        for key, use in finished.items():
+            del uses[key]
+            if use.session == self._session and not use.is_over:
+                uses[key] = replace(use, is_over=True)  # in case that it does have an end
+        if all(use.is_over for use in uses.values()):
             self.files.note_files()
-        self._save({**uses, self._id: _Use(self._session, agent, now)})
+        params = _shortened(self._params())
+        now = SYSTEM_CLOCK.time()
+        use = _Use(self._session, self._agent, self._turn, now, self._name, params)
+        self._save({**uses, self._id: use})
         return denial
 
-    def forget(self) -> None:
-        """Forget the tools of a session that has finished: no event comes for those any more."""
-        uses = self._uses()
-        left = {key: each for key, each in uses.items() if each.session != self._session}
-        if left != uses:
-            self._save(left)
+    def stop(self) -> None:
+        """Record what tools without an end have changed: none of the agent's tools runs now."""
+        uses = _uses_in(self.files.store)
+        finished = self._finished(uses)
+        self._adopt(uses, finished)
+        self._let_go({key: use for key, use in uses.items() if key not in finished})
 
     def after(self, *, failed: bool) -> Mapping[str, Any] | None:
         """Commit what the tool has changed as one call; say so if that was refused."""
-        from weakincentives.runtime import execute_tool
-
-        uses = self._uses()
+        uses = _uses_in(self.files.store)
         is_known = uses.pop(self._id, None) is not None
-        with self._run() as run, self._prompt(run, uses, is_known, failed) as (call, prompt):
-            result = execute_tool(call, session=run.session, prompt=prompt, once=True)
+        noted = self._noted(self._name, self._params(), is_alone=not uses) if is_known else None
+        answer = _said(self._told, failed)
+        message = self._commit(self._session, self._name, self._params(), self._id, noted, answer)
+        self._let_go(uses)
+        return None if message is None else {"decision": "block", "reason": message}
+
+    def _let_go(self, uses: Mapping[str, _Use]) -> None:
+        """Save the tools that are still under way; they have what changes from here on."""
         self._save(uses)
         if uses:
-            self.files.note_files()  # the tools under way have what changes from here on
-        if result.success:
-            return None
-        return {"decision": "block", "reason": f"Rolled back: {result.message}"}
+            self.files.note_files()
+        else:
+            self.files.forget_note()
+
+    def _finished(self, uses: Mapping[str, _Use]) -> dict[str, _Use]:
+        """Return the tools that this event shows not to run any more, or that began long ago."""
+        return {key: use for key, use in uses.items() if key != self._id and self._has_ended(use)}
+
+    def _has_ended(self, use: _Use) -> bool:
+        if use.session != self._session:
+            return SYSTEM_CLOCK.time() - use.began >= _FORGOTTEN
+        if self._event == "SessionEnd":
+            return True
+        if use.agent != self._agent:  # a sub-agent works in the background, whatever the main does
+            return False
+        if self._event in _ENDS or not self._turn:
+            return True
+        # An agent may use several tools at once; those of the main one end with its turn.
+        return not use.agent and use.turn != self._turn
+
+    def _adopt(self, uses: Mapping[str, _Use], finished: Mapping[str, _Use]) -> None:
+        """Commit what tools without an end have changed."""
+        for key, use in finished.items():
+            noted = self._noted(use.name, use.params, is_alone=len(uses) == 1)
+            if use.is_over or not self.files.is_changed_since_noted(noted):
+                continue
+            given = use.session, use.name, use.params, f"{key}:no-end"
+            message = self._commit(*given, noted, _NO_END)
+            if message is not None:
+                self.messages.append(f"{use.name} has no end. {message}")
 
     def _admitted(self) -> dict[str, Any] | None:
         """Ask the rules of the directory; return what to tell Claude Code, if anything."""
         from weakincentives.prompt import ToolContext
         from weakincentives.runtime.hosted import admit
 
-        with self._run() as run, self._prompt(run, {}, False, False) as (call, prompt):
+        given = self._name, self._params(), self._id
+        with self._run(self._session) as run, self._prompt(run, *given) as (call, prompt):
             context = ToolContext(session=run.session, prompt=prompt, resources=prompt.resources)
             admission = admit(call, context)
         if admission.result is not None:
@@ -255,48 +323,76 @@ class _Hooked:
 
     # The call
 
-    def _run(self) -> SavedSession:
-        """Continue the run of the session, or begin it."""
+    def _params(self) -> object:
+        from weakincentives.adapters.claude_program import with_path
+
+        directory = str(self._told.get("cwd") or self._root)
+        return with_path(self._told.get("tool_input") or {}, directory, str(self.files.root))
+
+    def _run(self, session: str) -> SavedSession:
+        """Continue the run of a session, or begin it."""
         from weakincentives.prompt.approval import ApprovalAsked
         from weakincentives.runtime.calls import open_run
 
-        key = f"claude-code {self._session}"
+        key = f"claude-code {session}"
         return open_run(self.files, "Claude Code", key=key, types=[ApprovalAsked])
+
+    def _commit(
+        self,
+        session: str,
+        name: str,
+        params: object,
+        call_id: str,
+        noted: Noted | None,
+        answer: str,
+    ) -> str | None:
+        """Commit what a tool has changed as a call; return why it was rolled back, or None."""
+        from weakincentives.runtime import execute_tool
+
+        with (
+            self._run(session) as run,
+            self._prompt(run, name, params, call_id, noted, answer) as (call, prompt),
+        ):
+            result = execute_tool(call, session=run.session, prompt=prompt, once=True)
+        return None if result.success else f"Rolled back: {result.message}"
 
     @contextmanager
     def _prompt(
-        self, run: SavedSession, others: Mapping[str, _Use], is_known: bool, failed: bool
+        self,
+        run: SavedSession,
+        name: str,
+        params: object,
+        call_id: str,
+        noted: Noted | None = None,
+        answer: str = "",
     ) -> Generator[tuple[Any, Any]]:
         """Yield the call, and a prompt with its tool and the rules of the directory."""
-        from weakincentives.adapters.claude_program import EDITING, READING, with_path
+        from weakincentives.adapters.claude_program import EDITING, NOT_CALLS, READING
         from weakincentives.call import ToolCall
         from weakincentives.cli.workbench import open_workbench
         from weakincentives.integrations.bridge import own_tool
         from weakincentives.tool_result import ToolResult
 
-        root, directory = str(self.files.root), str(self._told.get("cwd") or self._root)
-        params = with_path(self._told.get("tool_input") or {}, directory, root)
-        reads = self._name in READING
+        reads = name in READING or name in NOT_CALLS
 
         def adopt(_: object, *, context: ToolContext) -> ToolResult[str]:
-            if is_known and not reads:
-                files = cast("HostFilesystem", context.filesystem)
-                files.expect_external(self._noted(params, is_alone=not others))
-            return ToolResult.ok(_said(self._told, failed))
+            if noted is not None and not reads:
+                cast("HostFilesystem", context.filesystem).expect_external(noted)
+            return ToolResult.ok(answer)
 
         tool = own_tool(
-            self._name,
-            f"{self._name}, a tool of Claude Code.",
+            name,
+            f"{name}, a tool of Claude Code.",
             adopt,
-            reach="read" if reads else "reversible" if self._name in EDITING else None,
+            reach="read" if reads else "reversible" if name in EDITING else None,
         )
         with open_workbench(
             self._settings, run.session, files=self.files, tools=[tool], ask=self._ask
         ) as workbench:
-            yield ToolCall(tool.name, params, f"{run.mark}:{self._id}"), workbench.prompt
+            yield ToolCall(tool.name, params, f"{run.mark}:{call_id}"), workbench.prompt
 
-    def _noted(self, params: object, *, is_alone: bool) -> Noted:
-        """Return what the tool may have changed: of one that edits a file, only that file.
+    def _noted(self, name: str, params: object, *, is_alone: bool) -> Noted:
+        """Return what a tool may have changed: of one that edits a file, only that file.
 
         What else has changed meanwhile is someone else's.
         """
@@ -304,9 +400,53 @@ class _Hooked:
         from weakincentives.filesystem.scan import Noted
 
         path = str(cast("Mapping[str, object]", params).get("path", ""))
-        if self._name not in EDITING or not path or os.path.isabs(path) or not is_alone:
+        if name not in EDITING or not path or os.path.isabs(path) or not is_alone:
             return Noted()
         return Noted(Path(path).parts)
+
+
+# The tools that have begun, in the store; changed only while the workspace is open.
+
+_USES = "claude-code.json"
+
+
+def _uses_in(store: Path) -> dict[str, _Use]:
+    try:
+        found = json.loads((store / _USES).read_bytes())
+        return {str(key): _Use(**each) for key, each in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # none, or damaged: then changes are attributed less exactly
+
+
+def _shortened(value: Any) -> Any:
+    """Return arguments with long texts cut."""
+    if isinstance(value, str):
+        return value[:_NOTED]
+    if isinstance(value, dict):
+        return {str(key): _shortened(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_shortened(each) for each in cast("list[Any]", value)]
+    return value
+
+
+def _by_wire_name(settings: Settings) -> Settings:
+    """Return settings whose rules name tools as our calls do, however the file spells them."""
+
+    def wire(name: str) -> str:
+        return re.sub(r"[^a-z0-9_*?\[\]!-]", "_", name.lower())
+
+    rules = settings.policy
+    policy = rules.model_copy(
+        update={
+            "deny": tuple(map(wire, rules.deny)),
+            "quota": {wire(name): most for name, most in rules.quota.items()},
+            "rate": {wire(name): most for name, most in rules.rate.items()},
+            "after": {wire(name): tuple(map(wire, each)) for name, each in rules.after.items()},
+        }
+    )
+    approve = tuple(each.model_copy(update={"tool": wire(each.tool)}) for each in settings.approve)
+    ask = tuple(map(wire, settings.ask))
+    return settings.model_copy(update={"policy": policy, "ask": ask, "approve": approve})
 
 
 def _said(told: Mapping[str, Any], failed: bool) -> str:

@@ -21,6 +21,7 @@ from typing import TextIO
 from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, say, shortened
 from weakincentives.cli.view import View, is_utf8
 from weakincentives.errors import FilesystemError, InvalidArguments, ToolValidationError
+from weakincentives.programs import find_program, missing_program, safe_environment, script_in_reach
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
 from weakincentives.runtime.approvals import POLL, ApprovalDesk
 from weakincentives.runtime.approvals import Question as Published
@@ -296,14 +297,24 @@ class _Talk:
 
     def _run(self, argv: list[str]) -> int:
         """Run a program in the foreground of the terminal: Ctrl-C is for it, not for us."""
+        program = find_program(argv[0])
+        if program is None:
+            raise ValueError(missing_program(argv[0]))
+        if why := script_in_reach(program, argv[1:-1], os.getcwd()):
+            raise ValueError(why)
         # It may be redirected, but the editor needs the terminal.
         screen = [(os.POSIX_SPAWN_DUP2, sys.stderr.fileno(), 1)]
         signals = {signal.SIGTTOU}
         # A program in the background may change the foreground only if it blocks this signal.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
-            child = os.posix_spawnp(
-                argv[0], argv, os.environ, file_actions=screen, setpgroup=0, setsigmask=before
+            child = os.posix_spawn(
+                program,
+                argv,
+                safe_environment(),
+                file_actions=screen,
+                setpgroup=0,
+                setsigmask=before,
             )
             os.tcsetpgrp(self._terminal, child)
             while True:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from weakincentives.runtime.forks import Change, Fork, fork_call, rerun_call
 from weakincentives.runtime.rewind import Parts, rewind_run
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.runtime.undo import (
+    Preview,
     calls_to_undo,
     open_files,
     preview_rewind,
@@ -40,6 +40,7 @@ from weakincentives.runtime.undo import (
     undoes_rewind,
 )
 from weakincentives.serde import parse
+from weakincentives.state import python
 from weakincentives.text import harmless
 
 T = TypeVar("T")
@@ -112,13 +113,17 @@ def undo(workspace: Path, run_id: str, body: Json) -> Json:
         if asked.call is not None and undoes_rewind(calls, chosen[0]):
             back = _Rewind(call=asked.call, before=True, force=asked.force, dry_run=asked.dry_run)
             return {"undone": [chosen[0].name], **_rewound(calls, run, chosen[0], back)}
-        left = [each for each in chosen if each.committed and not each.is_undone]
+        left = [each for each in chosen if each.committed and each.can_be_undone]
         if not left:
             raise Refused("nothing to undo: it changed no files, or it is already undone")
         names = [each.name for each in left]
         if asked.dry_run:
             shown = preview_undo(calls, left, force=asked.force, detail=_detail(workspace))
-            return {"undone": names, "notes": [], "changes": _changes(shown)}
+            return {
+                "undone": names,
+                "notes": _staying(shown),
+                "changes": _changes(shown.changes),
+            }
         with open_files(workspace, left[-1].branch) as files:
             notes = files.undo(*(each.call_id for each in left), force=asked.force)
             return {"undone": names, "notes": [*files.recovered, *notes]}
@@ -136,15 +141,20 @@ def _rewound(calls: Calls, run: Run, call: Call, asked: _Rewind) -> Json:
     with _refusing():
         if asked.dry_run:
             found = preview_rewind(calls, call, run, detail=_detail(calls.workspace), **where)
-            staying = [
-                f"{path} was changed outside wink since, and stays" for path in found.staying
-            ]
-            return {"number": None, "notes": staying, "changes": _changes(found.changes)}
+            return {
+                "number": None,
+                "notes": _staying(found),
+                "changes": _changes(found.changes),
+            }
         load_types()
         branch = run.branch if run.branch in calls.branches else ""
         with open_files(calls.workspace, branch) as files, SavedSession.open(run.path) as saved:
             done = rewind_run(saved, files, call.number, **where)
             return {"number": done.number, "notes": [*files.recovered, *done.notes]}
+
+
+def _staying(found: Preview) -> list[str]:
+    return [f"{path} was changed outside wink since, and stays" for path in found.staying]
 
 
 def _detail(workspace: Path) -> Detail:
@@ -187,8 +197,7 @@ def _start(made: Fork, change: Change) -> None:
     assert made.run is not None
     log = made.run.path.with_suffix(".out")
     # The rules are known to the run; named here, too, since the person has just chosen them.
-    # Not from the current directory: an agent may have written a package of our name there.
-    argv = [sys.executable, "-P", "-m", "weakincentives.cli", "resume", made.run.id]
+    argv = [*python(_PROGRAM), "resume", made.run.id]
     argv += [f"--workspace={made.workspace}", "--json", "--ask-elsewhere"]
     argv += [f"--policy={each}" for each in change.policies]
     argv += ["--", change.message] if change.message else []
@@ -210,6 +219,7 @@ def _start(made: Fork, change: Change) -> None:
     _children[:] = [each for each in _children if each.poll() is None]
 
 
+_PROGRAM = "from weakincentives.cli.entry import main; main()"
 _MOST_SHOWN = 200_000
 """Characters of a request; beyond that, it says that not everything is shown."""
 _children: list[subprocess.Popen[bytes]] = []

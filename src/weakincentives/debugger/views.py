@@ -270,7 +270,7 @@ class Views:
             "result": _shown(record, None if answer is None else records.fields(answer)),
             "changes": changes,
             "state": [_slice_diff(records, records.slices[k], number) for k in notes.slices],
-            "canUndo": self.writable and commit is not None and not placed.call.is_undone,
+            "canUndo": self.writable and commit is not None and placed.call.can_be_undone,
         }
 
     def slices(self, run_id: str, key: str) -> Json:

@@ -33,8 +33,7 @@ from weakincentives.filesystem.disk import HostFilesystem
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import BRANCHES, Committed, Past, append_line
 from weakincentives.filesystem.journal import JOURNAL
-from weakincentives.filesystem.layers import Changed, Cover, Disk, Layer, Look, Node
-from weakincentives.filesystem.merging import node_at
+from weakincentives.filesystem.layers import Changed, Cover, Disk, Layer, Look, Node, node_at
 from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.staging import Step
@@ -531,6 +530,10 @@ class BranchHistory:
 
     def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
         """Return nothing: only its own calls change a branch."""
+        return {}
+
+    def obstacles(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
+        """Return nothing, as ``changed_since``."""
         return {}
 
     def files_at(self, serial: int) -> FilesAt:

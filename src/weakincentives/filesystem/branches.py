@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from weakincentives.filesystem.branch_log import (
     changed_by,
     file_time,
     make_store,
+    next_layer,
     next_point,
     point_now,
     points_of,
@@ -46,10 +48,11 @@ from weakincentives.filesystem.layers import (
     Look,
     Node,
     names_of,
+    node_at,
     walk,
     xattrs_at,
 )
-from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
+from weakincentives.filesystem.merging import Merge, Prefer, has_content
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts
 from weakincentives.filesystem.redo import MakeRedo, Redo, keep, pack, unpack
 from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
@@ -245,6 +248,7 @@ class Branch(PrivateView):
         try:
             result = do()
             if self._staging.state.steps:
+                self._check_assembled(self._staging.state)
                 self._commit(self._staging.state.steps, call, undoes, redo)
             return result
         except BaseException:
@@ -279,6 +283,14 @@ class Branch(PrivateView):
         points = self._branched.points
         points.append(next_point(points, commit, self._branched.disk))
         self._staging.state = State(points[-1])
+
+    def _check_assembled(self, state: State) -> None:
+        """Raise ProtectedPath if a commit makes a git repository out of parts."""
+        paths = self.reserved.may_assemble({each for step in state.steps for each in step.changed})
+        points = self._branched.points
+        self.reserved.check_assembled(
+            paths, points[-1], state.layer, lambda: [(each, sys.maxsize) for each in points]
+        )
 
     def _note_commits(self, commits: Iterable[BranchCommit]) -> None:
         """Note what commits read, and what they saw before they changed it."""
@@ -596,6 +608,7 @@ class Branch(PrivateView):
             repeated = points_of(base, self.info.commits)[-1]
             steps = tuple(self._stored(step, repeated) for step in plan.steps(repeated))
             was = {parts: self._now(base, parts) for parts in self._was}
+            self._check_rebased(base, repeated, steps)
         serial = len(self.info.commits) + 1
         commit = BranchCommit(
             serial=serial,
@@ -609,6 +622,14 @@ class Branch(PrivateView):
         own = [replace(each, was={}, reads=frozenset()) for each in self.info.commits]
         self._begin_anew(replace(info, commits=(*own, commit)))
         return commit.paths
+
+    def _check_rebased(self, base: Look, repeated: Layer, steps: Iterable[Step]) -> None:
+        """Raise ProtectedPath if the branch would complete a git repository where it is moved."""
+        layer = repeated
+        for step in steps:
+            layer = next_layer(layer, step, (), base)
+        paths = self.reserved.may_assemble(changed_between(Layer(base), layer))
+        self.reserved.check_assembled(paths, base, layer, tuple)
 
     def _now(self, base: Look, parts: Parts) -> Entry | None:
         node = node_at(base, parts)

@@ -26,6 +26,7 @@ from weakincentives.filesystem.entry import (
     copy_file,
     link,
     linked,
+    listing_of,
     matches,
     new_file,
 )
@@ -104,6 +105,8 @@ class Changes:
         """How many records have all their saved files in the store."""
         self.is_stuck = False
         """Whether the last undo failed part-way because of a disk error."""
+        self.partly: set[str] = set()
+        """The calls that are undone in this transaction, but not at all their paths."""
         self._arrived: dict[int, Parts] = {}
         """Paths of files that arrived from the store and have more hard links there."""
 
@@ -332,7 +335,8 @@ class Changes:
         left = self._left_now()
         needed = {each.digest for each in left.values() if each is not None}
         kept = {digest: data for digest, data in self._contents.items() if digest in needed}
-        serial = self.history.add(self.records, call, left, self.tree, undoes, kept, redo)
+        partly = [each for each in undoes if each in self.partly]
+        serial = self.history.add(self.records, call, left, self.tree, undoes, kept, redo, partly)
         self.records = []
         self._sweep()
         self.scratches.leave()
@@ -406,6 +410,7 @@ class Changes:
         for record in self.records:
             if record.op == "was" and _is_directory(found.get(record.path)) and record.is_whole:
                 found.update(self.tree.walk(record.path))
+        moved = {record.path for record in self.records if record.op == "moved"}
         left: dict[Parts, Entry | None] = {}
         budget = READ_FOR_MARKS
         for parts, status in found.items():
@@ -422,6 +427,9 @@ class Changes:
                 left[parts] = Entry.of(status, known.digest, xattrs)
                 continue
             entry = left[parts] = Entry.of(status)
+            if entry.is_directory and parts in moved:
+                with contextlib.suppress(OSError):
+                    left[parts] = entry._replace(digest=listing_of(self.tree.kinds(parts)))
             if entry.kind not in ("file", "link"):
                 continue
             cost = entry.size + 4096

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Generator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.paths import shown
+from weakincentives.programs import find_program, missing_program, safe_environment
 
 _SHA = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _PATIENCE = 3600.0
@@ -163,11 +163,10 @@ def _git(
         at: The directory.
         is_ours: Without the user's settings; a fetch needs them, for proxies and credentials.
     """
-    git = shutil.which("git")
+    git = find_program("git")
     if git is None:
-        raise FilesystemError("git is not installed")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    environment |= {
+        raise FilesystemError(missing_program("git"))
+    environment = safe_environment() | {
         "GIT_ALLOW_PROTOCOL": _PROTOCOLS,
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_NO_LAZY_FETCH": "1",

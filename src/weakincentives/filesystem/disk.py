@@ -564,11 +564,29 @@ class HostFilesystem(OnDisk):
         raise ValueError("only a call that works in place can start programs of its own")
 
     def note_files(self) -> None:
-        """Note how all files are, also for a later process: see ``expect_external``."""
+        """Note how all files are, also for a later process: see ``expect_external``.
+
+        What calls commit until ``forget_note`` is taken out of the noted state.
+        """
         workspace = self._workspace
         with workspace.turn(), workspace.lock:
             self.check_writable("note_files")
-            workspace.external.manifest.refresh(workspace.tree)
+            workspace.note()
+
+    def forget_note(self) -> None:
+        """Forget the noted state: no program is at work any more whose changes count."""
+        with self._workspace.lock:
+            self._workspace.external.forget_note()
+
+    def is_changed_since_noted(self, noted: Noted) -> bool:
+        """Tell whether other programs have changed something since ``note_files``."""
+        workspace = self._workspace
+        with workspace.turn(), workspace.lock:
+            if workspace.external.noted_at() is None:
+                return False
+            workspace.take_out_commits()
+            found = workspace.external.manifest.changed(workspace.tree)
+            return any(map(noted.covers, found))
 
     def external_changes(self) -> object:
         """Return what other programs have changed in this call, as a value that equals another
@@ -639,8 +657,9 @@ class HostFilesystem(OnDisk):
     ) -> tuple[str, ...]:
         """Undo some calls and nothing else, all of them or none; that is itself in the history.
 
-        Returns a sentence for each thing that is not as it was before the calls, such as a
-        directory that now holds other files, too.
+        What someone has put into a directory that a call removed, replaced or moved away is left
+        alone, and the rest comes back around it. Returns a sentence for each thing that is not as
+        it was before the calls, such as that, or a directory that now holds other files, too.
 
         Args:
             calls: Their ids, or entries of the history: an id stands for its newest entry.
@@ -650,7 +669,7 @@ class HostFilesystem(OnDisk):
             call: The call that undoes them, for the history.
 
         Raises:
-            UndoRefused: Something has changed since these calls.
+            UndoRefused: Kind, mode, content or link text of a path has changed since these calls.
         """
         self._check_has_history()
         workspace = self._workspace
@@ -678,7 +697,16 @@ class HostFilesystem(OnDisk):
         workspace = self._workspace
         with self._turn(), workspace.lock, self._lock:
             self.check_writable(call.name)
-            return self._atomically(lambda: act(self._open_changes), call_under_way() or call)
+
+            def act_and_check() -> R:
+                changes = self._open_changes
+                count = len(changes.records)
+                result = act(changes)
+                # As a whole: what is put there was checked under the rules of a branch, if at all.
+                workspace.check_found(changes.records[count:])
+                return result
+
+            return self._atomically(act_and_check, call_under_way() or call)
 
     def branch(self, name: str = "", **options: Any) -> Branch:
         """Make a branch of this directory: see :class:`~weakincentives.filesystem.Branch`."""

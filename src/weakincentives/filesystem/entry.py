@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, get_args
 
@@ -71,7 +72,7 @@ class Entry(NamedTuple):
     target: str | None = None
     """The text of a symbolic link."""
     digest: str | None = None
-    """SHA-256 of a file's content or a link's text."""
+    """SHA-256 of a file's content or a link's text; of a moved directory, see ``listing_of``."""
     pipe: bool = False
     """Whether it is a named pipe: the only other kind that can be re-created."""
 
@@ -115,14 +116,6 @@ class Entry(NamedTuple):
             return False
         known = self.digest is not None and other.digest is not None
         return self.xattrs == other.xattrs and (not known or self.digest == other.digest)
-
-    def is_at(self, tree: Tree, parts: Parts) -> bool:
-        """Tell whether a file or link is unchanged at a path, whatever its modification time."""
-        status = tree.status_if_reached(parts)
-        if status is None or status.st_ctime_ns == self.ctime_ns:
-            return status is not None
-        now = capture(tree, parts, read=True)
-        return now is not None and None not in (self.digest, now.digest) and self.is_like(now)
 
     def encode(self) -> list[Any]:
         xattrs = [[name, value.hex()] for name, value in self.xattrs] if self.xattrs else ()
@@ -201,6 +194,11 @@ def digest_of(reading: int) -> str:
     while data := os.read(reading, CHUNK):
         hashed.update(data)
     return hashed.hexdigest()
+
+
+def listing_of(kinds: Iterable[tuple[str, NodeKind]]) -> str:
+    """Return a digest of the names and kinds in a directory: that recognises one made again."""
+    return hashlib.sha256(os.fsencode(repr(sorted(kinds)))).hexdigest()
 
 
 def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:

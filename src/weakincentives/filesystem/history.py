@@ -39,6 +39,7 @@ from weakincentives.filesystem.entry import (
     copy_content,
     copy_exactly,
     digest_of,
+    link,
     new_file,
 )
 from weakincentives.filesystem.journal import (
@@ -99,6 +100,8 @@ class Committed:
     """Bytes stored so that it can be undone."""
     undoes: tuple[str, ...] = ()
     """The calls that it undid."""
+    partly: tuple[str, ...] = ()
+    """Those of them of which it left something: what others had changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class Delta:
     """The entry at each path at commit."""
     kept: Mapping[str, bytes | None]
     """Contents that the call left, by digest; None for those among the objects."""
+    linked: Mapping[str, Mapping[Parts, int]]
+    """For each removed directory its hard-linked files, with the inode that each had."""
 
 
 BRANCHES = "branches"
@@ -296,7 +301,10 @@ class Past:
             checked_digest(digest): None if text is None else base64.b64decode(text)
             for digest, text in meta.get("kept", {}).items()
         }
-        return Delta(_committed(meta, paths), changes, _after(meta), kept)
+        linked: dict[str, dict[Parts, int]] = {}
+        for saved, path, ino in meta.get("linked", ()):
+            linked.setdefault(str(saved), {})[checked_parts(path)] = int(ino)
+        return Delta(_committed(meta, paths), changes, _after(meta), kept, linked)
 
     def left(self, delta: Delta, entry: Entry) -> bytes:
         """Return the content of a file as a call left it.
@@ -465,6 +473,7 @@ def _committed(meta: Mapping[str, Any], paths: Iterable[str]) -> Committed:
         paths=tuple(sorted(paths)),
         size=meta["size"],
         undoes=tuple(meta.get("undoes", ())),
+        partly=tuple(meta.get("partly", ())),
     )
 
 
@@ -525,12 +534,14 @@ class History(Past):
         undoes: Sequence[str] = (),
         contents: Mapping[str, bytes] | None = None,
         redo: MakeRedo | None = None,
+        partly: Sequence[str] = (),
     ) -> int | None:
         """Commit. Returns the serial, or None if nothing is stored.
 
         ``after`` has the present entries at the changed paths. ``tree`` is the workspace, which may
-        have scratch directories. ``undoes`` are the ids of the undone calls. ``contents`` are to be
-        kept, by digest. ``redo`` returns what the record holds for the session of the call.
+        have scratch directories. ``undoes`` are the ids of the undone calls, ``partly`` those of
+        which something is left. ``contents`` are to be kept, by digest. ``redo`` returns what the
+        record holds for the session of the call.
         """
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
@@ -541,7 +552,7 @@ class History(Past):
             return None
         serial = self.last + 1
         self.own.add(serial)
-        entries, size = self._entries(records, tree)
+        entries, size, linked = self._entries(records, tree)
         meta: dict[str, Any] = {
             "serial": serial,
             "call": f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
@@ -553,6 +564,10 @@ class History(Past):
             "undoes": list(undoes),
             "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
         }
+        if partly:
+            meta["partly"] = list(partly)
+        if linked:
+            meta["linked"] = linked
         packed = None if redo is None else pack(redo(), self.objects, safe=self.store.safe)
         if packed is not None:
             meta["redo"] = packed
@@ -629,9 +644,14 @@ class History(Past):
         records = [delta.records for delta in self.readable([self.last] if self.last else [])]
         return {name for each in records for record in each for name in record.names}
 
-    def _entries(self, records: Sequence[Record], tree: Tree) -> tuple[dict[int, Entry], int]:
-        """Return the full entries that the records replaced, and the bytes to be added."""
+    def _entries(
+        self, records: Sequence[Record], tree: Tree
+    ) -> tuple[dict[int, Entry], int, list[tuple[str, str, int]]]:
+        """Return the full entries that the records replaced, the bytes to be added, and the
+        hard-linked files in removed directories: where each is, and its inode.
+        """
         entries: dict[int, Entry] = {}
+        linked: list[tuple[str, str, int]] = []
         total = 0
         limit = self.limits.size if self.oldest_needed() is None else sys.maxsize
         found = list(replaced(records, self.store.tree, tree, limit))
@@ -641,12 +661,18 @@ class History(Past):
         for index, entry, source in found:
             if entry.kind == "directory":
                 total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
+                place, top = saved_at(records[index], self.store.tree, tree)
+                linked += [
+                    (source.name, "/".join(parts[len(top) :]), each.st_ino)
+                    for parts, each in place.walk(top)
+                    if each.st_nlink > 1 and stat.S_ISREG(each.st_mode)
+                ]
             elif entry.kind == "file" and entry.size <= limit:
                 digest = entry.digest or self._digest(source, entry.size)
                 total += 0 if digest in self.store.objects else entry.size
                 entry = entry._replace(digest=digest)
             entries[index] = entry
-        return entries, total
+        return entries, total, linked[:_LINKED]
 
     def _digest(self, source: Source, size: int) -> str:
         own = source.path(self.store.path, size)
@@ -688,6 +714,8 @@ class History(Past):
             self._part_links(name, edited)
             trees = self.trees(serial)
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Of a call with the same serial, whose removal a kill has cut short.
+            remove_tree(trees / name)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
     def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
@@ -698,12 +726,17 @@ class History(Past):
             for parts, status in tree.walk((name,))
             if stat.S_ISREG(status.st_mode) and (status.st_nlink > 1 or status.st_ino in edited)
         ]
+        copies: dict[int, Parts] = {}
         for parts, ino in linked:
             staged = self.store.fresh()
-            if ino in edited:
+            if ino in copies:
+                with tree.parent(copies[ino]) as other:
+                    link(other, copies[ino][-1], tree.fd, staged)
+            elif ino in edited:
                 self.make_file(edited[ino], tree, staged)
             else:
                 copy_exactly(tree, parts, tree, (staged,))
+            copies[ino] = parts
             with tree.parent(parts) as above:
                 before = os.fstat(above)
                 # One rename, so that the history always has the file.
@@ -758,23 +791,34 @@ class History(Past):
         if not uses.count(most):
             return 0
         try:
-            self._remove(beyond, uses)
+            self._remove(beyond, uses, safe=self.store.safe or most == sys.maxsize)
         except BaseException:
             self._uses = None  # count again: an entry may still be there
             raise
         return len(beyond)
 
-    def _remove(self, serials: Iterable[int], uses: Uses) -> None:
+    def _remove(self, serials: Iterable[int], uses: Uses, *, safe: bool) -> None:
+        """Remove entries, then what only they needed: a kill leaves no entry that lacks something.
+
+        What it leaves of the rest, the next ``prune`` removes.
+        """
+        unused: set[str] = set()
+        trees: list[Path] = []
         for serial in serials:
             keep(self.store.path, self.redo(serial))
-            # The entry last: after a kill, the next trim finds it again.
-            for digest in uses.forget(serial):
-                self.store.objects.remove(digest)
             self._file(serial).unlink(missing_ok=True)
-            remove_tree(self.trees(serial))
+            unused |= uses.forget(serial)
+            trees.append(self.trees(serial))
             size = self._known().pop(serial)
             self.own.discard(serial)
             self._total = None if self._total is None else self._total - size
+        if safe:
+            with Held(os.open(self._path, os.O_RDONLY)) as fd:
+                os.fsync(fd)
+        for digest in unused:
+            self.store.objects.remove(digest)
+        for each in trees:
+            remove_tree(each)
         self._shorten_index()
 
     def _shorten_index(self) -> None:
@@ -814,6 +858,8 @@ COMPRESSED_AT_ONCE = 256
 COMPRESSED_BYTES = 4 << 20
 """How many objects, and bytes of them, are compressed when a workspace is closed."""
 
+_LINKED = 1000
+"""How many hard-linked files in removed directories a commit notes, to link them again."""
 _SHORT = 64 << 10
 """Bytes; a shorter index is left as it is."""
 TRIMMED_AT_ONCE = 64

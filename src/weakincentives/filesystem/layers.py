@@ -454,6 +454,14 @@ def _below(where: Where | None, name: str) -> Where | None:
     return None if where is None else (where[0], (*where[1], name))
 
 
+def node_at(look: Look, parts: Parts) -> Node | None:
+    """Return the entry at a path; None also below a file or link."""
+    try:
+        return look.node(parts)
+    except OSError:
+        return None
+
+
 def names_of(look: Look, files: AbstractSet[File], tops: Iterable[Parts]) -> set[Parts]:
     """Return the names of some files at or below some paths."""
     return {parts for parts, node in walk(look, tops) if node.file in files}

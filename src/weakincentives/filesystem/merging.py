@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +19,12 @@ from weakincentives.errors import MergeConflict
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import FileChange, file_changes
 from weakincentives.filesystem.entry import Entry, apply_entry, create, new_file
-from weakincentives.filesystem.layers import Forward, Look, Node, walk, xattrs_at
+from weakincentives.filesystem.layers import Forward, Look, Node, node_at, walk, xattrs_at
 from weakincentives.filesystem.paths import Parts, join_path, outermost, shown
 from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import write_all
+from weakincentives.programs import SYSTEM_PATH, find_program
 
 Prefer = Literal["branch", "workspace"]
 """Whose version of a conflicting path is taken."""
@@ -415,14 +415,6 @@ _UNKNOWN = Entry("other")
 _MODES = "has other permissions in the branch than others gave it"
 
 
-def node_at(look: Look, parts: Parts) -> Node | None:
-    """Return the entry at a path; None also below a file or link."""
-    try:
-        return look.node(parts)
-    except OSError:
-        return None
-
-
 def has_content(look: Look, parts: Parts, entry: Entry) -> bool:
     """Whether there is a file with the content of an entry at a path."""
     return _Side(node_at(look, parts), look, parts).has_content_of(_Side(entry, None, parts))
@@ -445,7 +437,7 @@ def merged_text(before: bytes, ours: bytes, theirs: bytes) -> bytes | None:
 
     That is done by ``git merge-file``; without git there is no merging of lines.
     """
-    git = shutil.which("git")
+    git = find_program("git")
     texts = (ours, before, theirs)
     if git is None or any(b"\0" in each or len(each) > _MOST_TEXT for each in texts):
         return None
@@ -457,7 +449,7 @@ def merged_text(before: bytes, ours: bytes, theirs: bytes) -> bytes | None:
             done = subprocess.run(
                 [git, "merge-file", "-p", "-q", *names],
                 cwd=folder,
-                env={"PATH": os.defpath, "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"},
+                env={"PATH": SYSTEM_PATH, "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_PATIENCE,

@@ -41,8 +41,7 @@ from weakincentives.filesystem.tree import (
     wait_until,
     xattrs_of,
 )
-
-SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+from weakincentives.programs import SYSTEM_PATH, find_program, missing_program
 
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.
 # Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never
@@ -285,11 +284,11 @@ def find_way(workspace: Path, store: Path) -> Way | str:
 
 
 def _try(workspace: Path, store: Path) -> Way | str:
-    programs = {name: shutil.which(name, path=SEARCH) for name in ("unshare", "sh", "mount")}
-    unshare, shell, mount = programs.values()
+    names = "unshare", "sh", "mount"
+    unshare, shell, mount = (find_program(name, SYSTEM_PATH) for name in names)
     if unshare is None or shell is None or mount is None:
-        missing = ", ".join(name for name, path in programs.items() if path is None)
-        return f"these programs are missing: {missing}"
+        missing = [each for each in names if find_program(each, SYSTEM_PATH) is None]
+        return "; ".join(missing_program(each, SYSTEM_PATH) for each in missing)
     reason = "nothing was tried"
     for options, xattrs, owner in _candidates():
         way = Way(unshare, shell, mount, options, xattrs, owner)

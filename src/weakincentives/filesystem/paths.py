@@ -17,14 +17,12 @@ from weakincentives.errors import (
     PathEscapesRoot,
     ReadOnlyFile,
 )
+from weakincentives.log.operation import Parts as Parts
 
 DEFAULT_ROOT = "/workspace"
 
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4096
-
-Parts = tuple[str, ...]
-"""A normalised path, name by name; the root is the empty tuple."""
 
 NodeKind = Literal["file", "directory", "link", "other"]
 

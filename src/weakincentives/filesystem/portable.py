@@ -28,11 +28,13 @@ from weakincentives.filesystem.branch_log import (
     BranchCommit,
     BranchInfo,
     base_of,
+    changed_between,
     commit_values,
     decoded_commit,
     file_time,
     make_store,
     next_layer,
+    points_of,
     steady_point,
 )
 from weakincentives.filesystem.branches import Branch, new_branch
@@ -649,12 +651,15 @@ def unpack_branch(
     """
     root = Path(os.path.realpath(directory))
     info = new_branch(root, name, at=serial, moment=moment, about=about, store=store)
-    fill = partial(_filled, root, lines, objects)
+    reserved = Reserved(
+        root, store=info.path.parent.parent, unprotected=options.get("unprotected", ())
+    )
+    fill = partial(_filled, root, lines, objects, reserved)
     return Branch(root, info, fill=fill, **options)
 
 
 def _filled(
-    root: Path, lines: Sequence[str], objects: ObjectStorage, info: BranchInfo
+    root: Path, lines: Sequence[str], objects: ObjectStorage, reserved: Reserved, info: BranchInfo
 ) -> BranchInfo:
     """Fetch the contents of a branch to be made; returns it with its commits."""
     contents = Objects(info.path / "objects")
@@ -664,8 +669,12 @@ def _filled(
         objects, wanted, lambda digest, chunks: contents.add_chunks(chunks, expected=digest)
     )
     with contextlib.closing(base_of(root, info)) as base:
-        look = Reserved(root, store=info.path.parent.parent).without_hidden(base)
-        return replace(info, commits=tuple(_received(look, commits)))
+        look = reserved.without_hidden(base)
+        filled = replace(info, commits=tuple(_received(look, commits)))
+        points = points_of(look, filled.commits)
+        paths = reserved.may_assemble(changed_between(points[0], points[-1]))
+        reserved.check_assembled(paths, points[0], points[-1], tuple)
+        return filled
 
 
 def _decoded_lines(

@@ -10,12 +10,12 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from pathlib import Path
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, walk_kinds
+from weakincentives.filesystem.layers import Disk, Layer, Look, Node, node_at, walk, walk_kinds
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
@@ -110,6 +110,44 @@ class Reserved:
                 found in self.trees or not _is_same(before, parts, now, parts)
             ):
                 raise self._protected(found)
+
+    def may_assemble(self, paths: Iterable[Parts]) -> list[Parts]:
+        """Return those of some changed paths that may be parts of a git repository."""
+        return [parts for parts in paths if not _is_plain(parts)]
+
+    def check_assembled(
+        self,
+        paths: Iterable[Parts],
+        before: Look,
+        now: Look,
+        earlier: Callable[[], Iterable[tuple[Look, int]]],
+    ) -> None:
+        """Raise ProtectedPath if a change makes a git repository, or changes the code of one.
+
+        Each part may have been allowed: in another call, on another branch, or before an undo. What
+        was a repository in an ``earlier`` state may become one again with the same code; with each
+        state comes its time in nanoseconds, as it also has what others have added since.
+        """
+        for place, part in self._places(paths).items():
+            if not _is_repository(place, now):
+                continue
+            if _is_repository(place, before) and _has_code_of(place, before, now):
+                continue
+            states = (each for each, moment in earlier() if _was_repository(place, each, moment))
+            if not any(_has_code_of(place, state, now) for state in states):
+                raise self._protected(part)
+
+    def _places(self, paths: Iterable[Parts]) -> dict[Parts, Parts]:
+        """Return the directories that paths may make a repository of, each with a part of it."""
+        found: dict[Parts, Parts] = {}
+        for parts in paths:
+            for depth, name in enumerate(parts):
+                if name.lower() == ".git":
+                    break  # checked by name
+                is_part = name.lower() in _CODE or name.lower() in _STRUCTURE
+                if is_part and not self._allowed.match("/".join(parts)):
+                    found.setdefault(parts[:depth], parts[: depth + 1])
+        return found
 
     def is_rewritten_as_it_was(self, parts: Parts, look: Look, tree: Tree, place: Parts) -> bool:
         """Tell whether a file is protected by its name, and gets the content that it has.
@@ -206,21 +244,37 @@ def _is_repository(place: Parts, look: Look, added: str | None = None) -> bool:
     return has("head") and (has("commondir") or (has("objects") and has("refs")))
 
 
+def _was_repository(place: Parts, look: Look, moment: int) -> bool:
+    head = node_at(look, (*place, "HEAD"))
+    return head is not None and head.ctime_ns <= moment and _is_repository(place, look)
+
+
+def _has_code_of(place: Parts, one: Look, other: Look) -> bool:
+    """Tell whether git runs nothing in a repository that it has not run in another state."""
+    tops = [(*place, name) for name in sorted(_CODE)]
+    return all(
+        _is_like(node, parts, one, other)
+        for parts, node in walk(other, tops)
+        if parts != (*place, "info", "refs")  # a list of branches, which `git gc` writes
+    )
+
+
+def _is_like(node: Node, parts: Parts, one: Look, other: Look) -> bool:
+    if node.kind != _kind(one, parts):
+        return False
+    if node.kind == "link":
+        return one.link_target(parts) == other.link_target(parts)
+    return node.kind != "file" or _is_same(one, parts, other, parts)
+
+
 def _kind(look: Look, parts: Parts) -> NodeKind | None:
-    node = _node(look, parts)
+    node = node_at(look, parts)
     return None if node is None else node.kind
-
-
-def _node(look: Look, parts: Parts) -> Node | None:
-    try:
-        return look.node(parts)
-    except OSError:
-        return None
 
 
 def _is_same(before: Look, parts: Parts, now: Look, place: Parts) -> bool:
     """Tell whether two files have the same content and mode."""
-    was, found = _node(before, parts), _node(now, place)
+    was, found = node_at(before, parts), node_at(now, place)
     if was is None or found is None or not was.kind == found.kind == "file":
         return False
     same = (was.size, was.mode) == (found.size, found.mode)

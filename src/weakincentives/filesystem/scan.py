@@ -13,20 +13,23 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
+from weakincentives.filesystem.base import Look
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.pack import Pack, Place, Row
 from weakincentives.filesystem.paths import BARRED, Parts, outermost
 from weakincentives.filesystem.scratch import TEMPORARY
-from weakincentives.filesystem.store import Source, Store
+from weakincentives.filesystem.store import Source, Store, write_whole
 from weakincentives.filesystem.tree import Tree, remove_tree, xattrs_of
+from weakincentives.state import no_links
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.changes import Changes
@@ -51,6 +54,9 @@ _GONE = BARRED | {errno.ENOENT, errno.EINVAL}
 
 _OPENED = (stat.S_IFREG, stat.S_IFDIR)
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+Left = Mapping[Parts, Entry | None]
+"""What calls left at paths."""
 
 _CHANGED: Place = ("", 0, 0)
 """Stands for a content that is not the known one, and not saved."""
@@ -120,24 +126,59 @@ class Manifest:
                     for spot in differing:
                         if noted is None or not noted.covers(spot.parts):
                             now[spot.parts] = self._row_at(tree, spot, saved, since)
-                rows = self.pack.rows
-                was = {parts: rows[parts] for parts in now if parts in rows}
-                self.pack.save(now)
+                self._save(now)
             except BaseException:
                 self.pack.abandon()
                 raise
-            for parts, row in was.items():
-                self._forget(parts, row)
-            for parts, row in now.items():
-                if row is not None:
-                    self._remember(parts, row)
             if self._watcher is not None and noted is None:
                 self._watcher.forget()
+
+    def take_out(self, tree: Tree, paths: Iterable[Parts], before: Look[Entry], left: Left) -> None:
+        """Have the manifest agree with the workspace at paths that our own calls have changed.
+
+        A path stays as it was noted if other programs had changed it ``before``, or have changed it
+        since the calls ``left`` it: then it is their change, too.
+        """
+        with self._lock, no_collection():
+            rows = self.pack.rows
+            now: dict[Parts, Row | None] = {}
+            since = int(SYSTEM_CLOCK.time() * 1e9) - RACY_NS
+            saved: dict[int, tuple[Place, int]] = {}
+            try:
+                for parts in paths if () in rows else ():
+                    status = tree.status_if_reached(parts)
+                    found = None if status is None else Entry.of(status)
+                    if _is_same(_entry(rows.get(parts)), _node(before, parts)) and (
+                        parts not in left or _is_same(found, left[parts])
+                    ):
+                        now[parts] = self._row_at(tree, _Spot(parts, status), saved, since)
+                for above in {parts[:-1] for parts in now if parts} - now.keys():
+                    row, status = rows.get(above), tree.status_if_reached(above)
+                    if row is not None and row.is_directory and status is not None:
+                        now[above] = row._replace(mtime_ns=status.st_mtime_ns, ctime_ns=0)
+                self._save(now)
+            except BaseException:
+                self.pack.abandon()
+                raise
+
+    def _save(self, now: Mapping[Parts, Row | None]) -> None:
+        rows = self.pack.rows
+        was = {parts: rows[parts] for parts in now if parts in rows}
+        self.pack.save(now)
+        for parts, row in was.items():
+            self._forget(parts, row)
+        for parts, row in now.items():
+            if row is not None:
+                self._remember(parts, row)
 
     def changes(self, tree: Tree) -> list[Record]:
         """Return a record for each changed path, directories before what is in them."""
         with self._lock:
             return [_record(parts, self.pack.rows.get(parts)) for parts in self._changed(tree)]
+
+    def changed(self, tree: Tree) -> list[Parts]:
+        """Return the changed paths, without directories of which only the time has changed."""
+        return [one.path for one in self.changes(tree) if not self._only_time(tree, one)]
 
     def state_of_changes(self, tree: Tree) -> frozenset[object]:
         """Return which paths differ from the manifest, and how: equal if nothing happens."""
@@ -470,6 +511,33 @@ class External:
         records = changes.records
         return len(records) > self._since and records[self._since].op == "external"
 
+    # Noting how files are, for a later process
+
+    def note(self, serial: int) -> None:
+        """Note how all files are after the commit ``serial``, until :meth:`forget_note`."""
+        self.manifest.refresh(self._tree)
+        write_whole(_note(self._store), b"%d" % serial, safe=False)
+
+    def noted_at(self) -> int | None:
+        """Return the newest commit in the noted state; None if nothing is noted."""
+        try:
+            with open(_note(self._store), "rb", opener=no_links) as file:
+                return int(file.read())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def take_out(
+        self, serial: int, paths: Iterable[Parts], before: Look[Entry], left: Left
+    ) -> None:
+        """Take what our own calls have changed, up to ``serial``, out of the noted state."""
+        self.manifest.take_out(self._tree, paths, before, left)
+        write_whole(_note(self._store), b"%d" % serial, safe=False)
+
+    def forget_note(self) -> None:
+        _note(self._store).unlink(missing_ok=True)
+
+    # A transaction
+
     def begin(self, changes: Changes, noted: Noted | None = None) -> None:
         """Expect changes by others from here on, or since they were noted."""
         if self.expected(changes):
@@ -553,7 +621,11 @@ class External:
         """
         is_old = self._manifest is None and last_scan(self._store.scan) < before
         if is_old:
-            remove_tree(self._store.scan)
+            # Away first: a manifest without its contents must not be found. A store removes
+            # such names when it is opened.
+            gone = self._store.path / f"scan-{os.urandom(4).hex()}.new"
+            os.rename(self._store.scan, gone)
+            remove_tree(gone)
         return is_old
 
     def close(self) -> None:
@@ -664,12 +736,17 @@ def _unsettled(store: Store) -> Path:
     return store.tx / "unsettled"
 
 
+def _note(store: Store) -> Path:
+    """Says that programs are at work whose changes a later process looks for."""
+    return store.scan / "noted"
+
+
 def _reserve(store: Store) -> Path:
     return store.scan / "reserve"
 
 
 def _empty_reserve(store: Store) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # it only frees space: the next one tries again
         os.truncate(_reserve(store), 0)
 
 
@@ -759,6 +836,28 @@ def _agrees(status: os.stat_result | None, row: Row | None) -> bool:
         and row.size == status.st_size
         and row.st_mode == status.st_mode
     )
+
+
+def _entry(row: Row | None) -> Entry | None:
+    return None if row is None else row.entry
+
+
+def _node(look: Look[Entry], parts: Parts) -> Entry | None:
+    try:
+        return look.node(parts)
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
+
+
+def _is_same(one: Entry | None, other: Entry | None) -> bool:
+    """Tell by their statuses whether two entries are the same; of a directory, not what it has."""
+    if one is None or other is None or (one.kind, one.mode) != (other.kind, other.mode):
+        return one is other
+    if one.is_directory:
+        return True
+    return (one.size, one.mtime_ns) == (other.size, other.mtime_ns)
 
 
 def _is_changed(before: Row, now: Row | None) -> bool:

@@ -35,7 +35,7 @@ from weakincentives.filesystem.tree import (
     write_all,
 )
 from weakincentives.gate import ProcessLock
-from weakincentives.state import Seals, state_path
+from weakincentives.state import Seals, stores_of
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -816,14 +816,14 @@ def location_of(root: Path) -> Path:
     """
     root = Path(os.path.realpath(root))
     parent = root.parent
-    beside = parent / f".{root.name}.wink"
+    places = map(Path, stores_of(os.fspath(root)))
+    beside = next(places)
     if beside.is_dir() and os.stat(parent).st_dev == os.stat(root).st_dev:
         if _may_write(beside):
             return beside
     elif root != parent and _mount_at(parent) == _mount_at(root) and _may_write(parent):
         return beside
-    mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    return state_path() / f"{root.name or 'root'}-{mark}"
+    return next(places)
 
 
 def _mount_at(directory: Path) -> Mount:

@@ -6,16 +6,25 @@ import contextlib
 import errno
 import hashlib
 import os
-import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from weakincentives.collector import no_collection
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
+from weakincentives.filesystem.conflicts import (
+    Conflict,
+    arrived,
+    find_conflicts,
+    is_below,
+    is_related,
+    is_same,
+    named,
+    removed_directories,
+)
 from weakincentives.filesystem.diffs import (
     Detail,
     Effort,
@@ -24,16 +33,33 @@ from weakincentives.filesystem.diffs import (
     diff_text,
     file_changes,
 )
-from weakincentives.filesystem.entry import Entry, apply_entry, capture, create, matches
+from weakincentives.filesystem.entry import (
+    Entry,
+    apply_entry,
+    capture,
+    copy_exactly,
+    create,
+    matches,
+    new_file,
+)
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
-from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, walk
+from weakincentives.filesystem.layers import (
+    Cover,
+    Disk,
+    Forward,
+    Layer,
+    Look,
+    Origin,
+    node_at,
+)
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.states import DirectoryAt, FilesAt, before_call
 from weakincentives.filesystem.store import Limits, Note, store_of
-from weakincentives.filesystem.tree import Tree
+from weakincentives.filesystem.tree import Tree, write_all
 from weakincentives.state import Seals
 
 # Looking
@@ -92,7 +118,7 @@ class WorkspaceHistory:
         other paths all but the first thousand.
         """
         for delta, before, after in _backwards(self._past, self._disk):
-            left = _Left(after)
+            left = _Left(self._past, after)
             left.include(delta)
             paths = changed_paths(delta.records, before, after)
             effort = Effort(largest=1 << 20, files=1000)
@@ -122,8 +148,16 @@ class WorkspaceHistory:
         Each has the ids of the later calls that changed it; none means that someone else did.
         """
         serials = {call.serial for call in calls}
-        conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
-        return _named(conflicts.values())
+        return named(self._conflicts(serials))
+
+    def obstacles(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
+        """Return those of ``changed_since`` for which undoing these calls is refused."""
+        serials = {call.serial for call in calls}
+        return named(each for each in self._conflicts(serials) if each.is_obstacle)
+
+    def _conflicts(self, serials: Set[int]) -> list[Conflict]:
+        found = find_conflicts(self._past, serials, self._disk) if serials else {}
+        return [each for some in found.values() for each in some]
 
     def files_at(self, serial: int) -> FilesAt:
         """Return the files as they were after a commit; serial 0 is before the first.
@@ -177,11 +211,11 @@ def _changes_of(
 ) -> tuple[FileChange, ...]:
     """Compare before the first and after the last of some calls, at the paths they changed."""
     paths: set[Parts] = set()
-    newest = _Left(disk)
+    newest = _Left(past, disk)
     for delta, before, after in _backwards(past, disk):
         serial = delta.committed.serial
         if serial == max(serials):
-            newest = _Left(after)
+            newest = _Left(past, after)
         if serial <= max(serials):
             newest.include(delta)
         if serial in serials:
@@ -195,9 +229,10 @@ def _changes_of(
 class _Left(Forward):
     """The changed paths as calls left them, without later changes by others."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, past: Past, look: Look) -> None:
         self.look = look
-        self._after: dict[Parts, Entry | None] = {}
+        self._past = past
+        self._after: dict[Parts, tuple[Delta, Entry | None]] = {}
         self._known: dict[Parts, bool] = {}
         """Directories that arrived or went as a whole: whether all their entries are known."""
 
@@ -205,7 +240,7 @@ class _Left(Forward):
         """Add an earlier call; what later calls replaced as a whole is not as it left it."""
         for parts, entry in delta.after.items():
             if not any(parts[:depth] in self._known for depth in range(len(parts))):
-                self._after.setdefault(parts, entry)
+                self._after.setdefault(parts, (delta, entry))
         for record in delta.records:
             if record.op == "moved":
                 self._known.setdefault(record.path, False)
@@ -214,34 +249,47 @@ class _Left(Forward):
                 was_directory = record.before is not None and record.before.is_directory
                 if was_directory and not (left is not None and left.is_directory):
                     self._known.setdefault(parts, True)
-        for parts in _put_directories(delta):
+        for parts in arrived(delta):
             self._known.setdefault(parts, True)
 
     def node(self, parts: Parts) -> Entry | None:
-        now = self.look.node(parts)
         if parts not in self._after:
-            above = (parts[:depth] for depth in reversed(range(len(parts))))
-            is_known = next((self._known[each] for each in above if each in self._known), False)
-            return None if is_known else now
-        left = self._after[parts]
+            now = self.look.node(parts)
+            return None if self._is_known(parts) else now
+        left, now = self._after[parts][1], node_at(self.look, parts)
         if left is None or now is None or not matches(left, now):
+            if left is not None and left.is_directory and self._known.get(parts) is False:
+                # It was moved as a whole, and someone has removed it with what was in it.
+                raise OSError(errno.ESTALE, "changed since")
             return left
-        return now._replace(xattrs=left.xattrs, digest=left.digest)
+        mode = left.mode if left.ctime_ns else now.mode
+        return now._replace(mode=mode, xattrs=left.xattrs, digest=left.digest)
+
+    def _is_known(self, parts: Parts) -> bool:
+        """Whether calls are known to have left nothing at a path that they did not record."""
+        for depth in reversed(range(len(parts))):
+            above = parts[:depth]
+            if above in self._after:
+                left = self._after[above][1]
+                if left is None or not left.is_directory:
+                    return True
+            if above in self._known:
+                return self._known[above]
+        return False
 
     def read(self, parts: Parts) -> bytes:
-        data = self.look.read(parts)
-        self._check(parts, data)
-        return data
+        delta, left = self._after.get(parts, (None, None))
+        if delta is None or left is None or left.digest is None:
+            return self.look.read(parts)
+        with contextlib.suppress(OSError):
+            data = self.look.read(parts)
+            if hashlib.sha256(data).hexdigest() == left.digest:
+                return data
+        return self._past.left(delta, left)  # someone has changed or removed it since
 
     def link_target(self, parts: Parts) -> str:
-        target = self.look.link_target(parts)
-        self._check(parts, os.fsencode(target))
-        return target
-
-    def _check(self, parts: Parts, data: bytes) -> None:
-        left = self._after.get(parts)
-        if left is not None and left.digest not in (None, hashlib.sha256(data).hexdigest()):
-            raise OSError(errno.ESTALE, "changed since")
+        left = self._after.get(parts, (None, None))[1]
+        return self.look.link_target(parts) if left is None or left.target is None else left.target
 
 
 def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
@@ -249,6 +297,7 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
     after = Layer(disk)
     for delta in past.readable(past.after(0)):
         try:
+            after = _as_moved(past, delta, after)
             before = before_call(past, delta, after)
         except OSError:
             return  # later changes hide what was there
@@ -256,149 +305,27 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
         after = before
 
 
-# Checking
+def _as_moved(past: Past, delta: Delta, after: Layer) -> Layer:
+    """Return the state after a call with the files that it moved as they were then.
 
-
-class _Conflict(NamedTuple):
-    """A path that differs from how a call left it."""
-
-    parts: Parts
-    calls: tuple[str, ...]
-    """The other calls that changed it since; none if someone else changed it last."""
-    top: Parts | None = None
-    """The directory above it that the call put there as a whole."""
-
-
-def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conflict]]:
-    """Return the conflicts of each call, given that the later ones of these are undone first."""
-    found: dict[int, list[_Conflict]] = {}
-    deltas = list(past.readable(past.after(min(wanted) - 1)))
-    others: list[Delta] = []
-    undoing: set[Parts] = set()
-    again = _recreated(deltas, wanted)
-    touched = _Touched()
-    layer = Layer(disk)
-    for delta in deltas:
-        if delta.committed.serial not in wanted:
-            others.append(delta)
-            continue
-        paths = {parts for record in delta.records for parts in record.paths}
-        checked: dict[Parts, Parts | None] = dict.fromkeys(paths & delta.after.keys())
-        for top in _put_directories(delta):
-            left_there = {parts for parts in delta.after if parts[: len(top)] == top}
-            for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
-                checked.setdefault(parts, top)
-        found[delta.committed.serial] = [
-            _Conflict(parts, _changed_by(others, parts, disk, touched), top)
-            for parts, top in checked.items()
-            if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
-            # A path that a later call changed is checked against the history only.
-            or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
-        ]
-        undoing |= paths
-        with contextlib.suppress(OSError):  # the conflict is already found
-            layer = before_call(past, delta, layer)
-    return found
-
-
-def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
-    found = {each.parts: each.calls for some in conflicts for each in some}
-    return {join_path(parts): calls for parts, calls in sorted(found.items())}
-
-
-def _changed_by(
-    others: Sequence[Delta], parts: Parts, disk: Look, touched: _Touched
-) -> tuple[str, ...]:
-    """Return the calls that changed a path, newest first; none if it has changed since."""
-    left = [each for each in others if parts in each.after]
-    if left and not _is_as_left(parts, left[0].after[parts], disk):
-        return ()
-    return tuple(each.committed.call_id for each in others if touched.by(each.committed, parts))
-
-
-def _is_as_left(
-    parts: Parts,
-    left: Entry | None,
-    look: Look,
-    again: Mapping[Parts, int] = MappingProxyType({}),
-    top: Parts | None = None,
-) -> bool:
-    """Tell whether a path has what a call left there, by kind, size, time and known content."""
-    try:
-        now = look.node(parts)
-    except OSError:
-        return False  # something else blocks the path
-    if left is None or now is None:
-        return left is now
-    if left.is_directory and now.is_directory:
-        # Inside a directory that arrived as a whole, entries are compared one by one.
-        return top is not None or now.ino in (left.ino, again.get(parts))
-    # A hard-linked file may have been changed through another name: size and time decide.
-    is_known = left.ctime_ns != 0 and now.links == 1 and now.digest is not None
-    return matches(left, now) and (not is_known or left.is_like(now))
-
-
-def _is_unchanged(parts: Parts, delta: Delta, layer: Layer, disk: Disk) -> bool:
-    """Tell whether content and attributes on disk are as a call left them."""
-    left, now = delta.after.get(parts), layer.node(parts)
-    if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
-        return True
-    in_history = now is not None and now.digest is not None
-    return in_history or left.is_at(disk.tree, parts)
-
-
-def _is_within(parts: Parts, others: Set[Parts]) -> bool:
-    return bool(others) and any(parts[:depth] in others for depth in range(len(parts) + 1))
-
-
-def _recreated(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
-    """Return the inodes of directories that undoing later calls has re-created, by path.
-
-    Paths that another call has changed since are excluded.
+    Of a moved file the record has only the paths: what someone has changed or removed since would
+    show as what the call found.
     """
-    undone: set[str] = set()
-    found: dict[Parts, int] = {}
-    others: list[Committed] = []
-    for delta in deltas:
-        if delta.committed.serial in wanted or delta.committed.call_id in undone:
-            continue
-        if not delta.committed.undoes:
-            others.append(delta.committed)
-            continue
-        undone.update(delta.committed.undoes)
-        for parts, left in delta.after.items():
-            if left is not None and left.is_directory:
-                found.setdefault(parts, left.ino)
-    touched = _Touched()
-    return {p: ino for p, ino in found.items() if not any(touched.by(each, p) for each in others)}
-
-
-def _put_directories(delta: Delta) -> Iterator[Parts]:
-    """Yield the directories that a call put somewhere as a whole."""
     for record in delta.records:
         left = delta.after.get(record.path)
-        if record.op == "was" and record.is_whole and left is not None and left.is_directory:
-            yield record.path
-
-
-class _Touched:
-    """The paths that calls changed, by call."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[set[str], set[str]]] = {}
-
-    def by(self, call: Committed, parts: Parts) -> bool:
-        """Tell whether a call changed a path, or something above or below it."""
-        if call.serial not in self._known:
-            above = {each[: m.start()] for each in call.paths for m in re.finditer("/", each)}
-            self._known[call.serial] = set(call.paths), above
-        paths, above = self._known[call.serial]
-        path = join_path(parts)
-        return (
-            path in above
-            or any(join_path(parts[:depth]) in paths for depth in range(len(parts), 0, -1))
-            or path in paths
-        )
+        if record.op != "moved" or left is None or left.kind not in ("file", "link"):
+            continue
+        now = node_at(after, record.path)
+        if now is not None and left.kind == now.kind and matches(left, now):
+            continue
+        if left.kind == "link":
+            source: Origin = os.fsencode(left.target or "")
+        elif left.digest in delta.kept or (left.digest or "") in past.objects:
+            source = partial(past.left, delta, left)
+        else:
+            continue
+        after = after.make_directories(record.path[:-1], 0).put(record.path, Cover(left, source))
+    return after
 
 
 # Undoing
@@ -414,7 +341,7 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
         return ()
     undo = _Undo(changes, history)
     undo.sentences += [str(error) for error in history.damaged(later).values()]
-    conflicts = _conflicts(history, set(later), Disk(changes.tree))
+    conflicts = find_conflicts(history, set(later), Disk(changes.tree))
     for delta in history.readable(later):
         undo.call(delta, conflicts.get(delta.committed.serial, ()))
     undo.set_times()
@@ -433,14 +360,15 @@ def undo_calls(
 
     Raises UndoRefused on a conflict, unless forced: then later changes are replaced, and saved in
     the history. With ``leave_edits``, a path that no other call has changed since is no conflict:
-    it is left alone. Returns a sentence for each path that could not be restored.
+    it is left alone. So is always what someone put into a directory that a call removed or
+    replaced. Returns a sentence for each path that could not be restored.
     """
-    conflicts = {} if force else _conflicts(history, set(serials), Disk(changes.tree))
-    refused = _named(conflicts.values())
+    conflicts = {} if force else find_conflicts(history, set(serials), Disk(changes.tree))
+    obstacles = [each for some in conflicts.values() for each in some if each.is_obstacle]
     if leave_edits:
-        refused = {path: calls for path, calls in refused.items() if calls}
-    if refused:
-        raise UndoRefused(refused)
+        obstacles = [each for each in obstacles if each.calls]
+    if obstacles:
+        raise UndoRefused(named(obstacles))
     undo = _Undo(changes, history, force=force)
     newest_first = sorted(serials, reverse=True)
     for serial in newest_first:
@@ -486,106 +414,215 @@ class _Times:
         return node
 
 
+Make = Callable[[Tree, str], None]
+"""Re-creates the previous version of a path at a free name; raises OSError if it was not saved."""
+
+
 class _Undo:
-    """Undoes committed calls, newest first."""
+    """Undoes committed calls, newest first.
+
+    Path by path: what someone else has changed is left alone, and so it costs no other path.
+    """
 
     def __init__(self, changes: Changes, history: History, *, force: bool = False) -> None:
         self.changes = changes
         self.history = history
         self.force = force
-        """Whether to report what cannot be restored and undo the rest."""
+        """Whether to replace what others have changed, report errors and undo the rest."""
         self.sentences: list[str] = []
         self._left: set[Parts] = set()
-        """Paths left alone, with everything below them."""
-        self._edited: dict[Parts, tuple[Record, Delta]] = {}
-        """Those that someone else has changed, with the oldest record of what was there."""
+        """Paths left alone; not what is below them, unless something blocks it."""
+        self._shared: set[Parts] = set()
+        """Directories that someone made again, and that were restored around what is in them."""
+        self._edited: dict[Parts, Make | None] = {}
+        """Those that someone else has changed, with the oldest version that was there."""
         self._times = _Times()
+        self._links = _Links(changes, history)
 
-    def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
+    def call(self, delta: Delta, conflicts: Sequence[Conflict] = ()) -> None:
         """Undo one committed call except for its conflicts."""
-        self._leave(delta, conflicts)
+        one = _OneCall(delta, {each.parts for each in conflicts}, removed_directories(delta))
         for record in reversed(delta.records):
-            if any(_is_within(parts, self._left) for parts in record.paths):
-                if record.path in self._edited:
-                    self._edited[record.path] = record, delta
-                continue
             try:
-                self._undo(record, delta)
+                self._undo(record, one)
             except OSError as error:
                 if not self.force:
                     raise
-                self._left.add(record.path)
+                path = record.path if record.origin is None else record.origin
+                self._left.add(path)
+                self.changes.partly.add(delta.committed.call_id)
                 self.sentences.append(
-                    f"{shown(join_path(record.path))} could not be restored:"
-                    f" {error.strerror or error}"
+                    f"{shown(join_path(path))} could not be restored: {error.strerror or error}"
                 )
-
-    def _leave(self, delta: Delta, conflicts: Sequence[_Conflict]) -> None:
-        """Leave conflicts alone and report them."""
-        changed = {each.parts for each in conflicts if each.top is None}
-        for record in reversed(delta.records):
-            for parts in record.paths:
-                if parts in changed and not _is_within(parts, self._left):
-                    self._left.add(parts)
-                    self._edited[parts] = record, delta
-        inside: dict[Parts, list[Parts]] = {}
-        for each in conflicts:
-            if each.top is not None and not _is_within(each.top, self._left):
-                inside.setdefault(each.top, []).append(each.parts)
-        for top, parts in inside.items():
-            self._left.add(top)
-            names = ", ".join(shown(join_path(each)) for each in sorted(parts)[:3])
-            self.sentences.append(
-                f"{shown(join_path(top))} is left unchanged: someone else changed {names} in it"
-            )
 
     def report(self) -> tuple[str, ...]:
         """Return a sentence for each thing that is not as it was, and set aside what edits hide."""
         edited = [
             f"{shown(join_path(parts))} was changed by someone else since and is left unchanged"
-            f"{self._set_aside(parts, record, delta)}"
-            for parts, (record, delta) in self._edited.items()
+            f"{self._set_aside(parts, make)}"
+            for parts, make in self._edited.items()
         ]
         return (*edited, *self.sentences)
 
-    def _set_aside(self, parts: Parts, record: Record, delta: Delta) -> str:
+    def _set_aside(self, parts: Parts, make: Make | None) -> str:
         """Set aside the version that would have been restored; returns where, for the message."""
-        if record.before is None or parts != record.path:
+        if make is None:
             return ""
         place = self.changes.store.left(parts)
         try:
             with contextlib.closing(Tree(place.parent)) as folder:
-                self._make(record, record.before, folder, place.name, delta)
+                make(folder, place.name)
         except OSError:
             return ""
         return f"; the previous version is in {place}"
 
-    def _undo(self, record: Record, delta: Delta) -> None:
-        if record.op == "moved" and record.origin is not None:
-            self.changes.rename(record.path, record.origin)
-            self._times.move(record.path, record.origin)
+    def _undo(self, record: Record, one: _OneCall) -> None:
+        if record.origin is not None:
+            self._move_back(record, record.origin, one)
         else:
-            self._put_back(record, delta)
+            self._put_back_or_leave(record, one)
         for parts, mtime in record.times:
             self._times.set(parts, mtime)
 
-    def _holds_more(self, parts: Parts) -> bool:
-        """Leave a directory alone that still holds other entries; False if it is empty."""
-        names = sorted(self.changes.tree.names(parts))
-        if names:
-            self._left.add(parts)
-            held = ", ".join(shown(join_path((*parts, name))) for name in names[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self.sentences.append(
-                f"{shown(join_path(parts))} holds something that is not from these calls"
-                f" and is left in place: {held}{more}"
-            )
-        return bool(names)
+    # Leaving alone
 
-    def _put_back(self, record: Record, delta: Delta) -> None:
+    def _leave(self, parts: Parts, one: _OneCall, make: Make | None = None) -> None:
+        """Leave a path alone, and name it."""
+        self._left.add(parts)
+        self._edited[parts] = make
+        self.changes.partly.add(one.call_id)
+
+    def _is_left(self, parts: Parts, one: _OneCall) -> bool:
+        """Whether a path is not to be touched, because of an edit there or above it."""
+        if parts in one.changed or parts in self._left:
+            return True
+        if not is_below(parts, self._left):
+            return False
+        return not is_same(one.delta.after.get(parts), Disk(self.changes.tree), parts)
+
+    def _is_blocked(self, parts: Parts) -> bool:
+        """Whether something that was left alone is where a directory above a path would be."""
+        above = (parts[:depth] for depth in range(len(parts)))
+        return any(each in self._left and not self._has_directory(each) for each in above)
+
+    def _has_directory(self, parts: Parts) -> bool:
+        status = self.changes.tree.status_if_reached(parts)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def _put_back_or_leave(self, record: Record, one: _OneCall) -> None:
+        parts, before = record.path, record.before
+        if self._is_blocked(parts):
+            self.changes.partly.add(one.call_id)
+            return
+        is_left = self._is_left(parts, one)
+        was_directory = before is not None and before.is_directory
+        if is_left and was_directory and self.changes.tree.status(parts) is None:
+            is_left = False  # there is nothing to leave: what was in it comes back
+        if is_left and not (was_directory and record.saved and self._has_directory(parts)):
+            make = None if before is None else partial(self._make, record, before, one.delta)
+            self._leave(parts, one, make)
+            return
+        if is_left:
+            self._leave(parts, one)
+        self._put_back(record, one)
+
+    # Moving back
+
+    def _move_back(self, record: Record, origin: Parts, one: _OneCall) -> None:
+        if self._is_blocked(origin) or self._is_blocked(record.path):
+            self.changes.partly.add(one.call_id)
+            return
+        moved, there = record.path, self.changes.tree.status_if_reached(origin)
+        if self._is_left(moved, one) or self.changes.tree.status_if_reached(moved) is None:
+            self._restore_moved(record, origin, one, is_free=there is None)
+        elif there is None or self.force:
+            self.changes.rename(moved, origin)
+            self._times.move(moved, origin)
+        elif self._has_directory(origin) and self._has_directory(moved):
+            self._move_into(moved, origin, one)
+        else:
+            self._left.add(moved)
+            self._leave(origin, one)
+
+    def _move_into(self, moved: Parts, origin: Parts, one: _OneCall) -> None:
+        """Move what is in a directory into one that someone made at its previous path."""
+        self._shared.add(origin)
+        pending = [(moved, origin)]
+        emptied: list[Parts] = []
+        while pending:
+            here, there = pending.pop()
+            emptied.append(here)
+            for name in self.changes.tree.names(here):
+                source, target = (*here, name), (*there, name)
+                if self.changes.tree.status(target) is None:
+                    self.changes.rename(source, target)
+                    self._times.move(source, target)
+                elif self._has_directory(source) and self._has_directory(target):
+                    pending.append((source, target))
+                elif self._is_copy(self.changes.tree, source, target):
+                    self._remove(source)
+                else:
+                    self._leave(target, one)
+                    self.sentences.append(
+                        f"{shown(join_path(source))} was not moved back to"
+                        f" {shown(join_path(target))}"
+                    )
+        for here in reversed(emptied):
+            if not self.changes.tree.names(here):
+                self._remove(here)
+            else:
+                self._left.add(here)
+
+    def _restore_moved(
+        self, record: Record, origin: Parts, one: _OneCall, *, is_free: bool
+    ) -> None:
+        """Restore what was moved away and then changed by someone else; it stays where it is."""
+        if not is_free and not self.force:
+            if not self._is_left(origin, one) and self._has_directory(origin):
+                return
+            self._leave(origin, one)
+            return
+        staged = self.changes.store.fresh()
+        try:
+            self._make_moved(record, one.delta, self.changes.store.tree, staged)
+        except OSError:
+            self._left.add(origin)
+            self.changes.partly.add(one.call_id)
+            self.sentences.append(
+                f"{shown(join_path(origin))} could not be restored: it was moved to"
+                f" {shown(join_path(record.path))}, and someone else changed that since"
+            )
+            return
+        self.changes.put_file(origin, self.changes.store.tx / staged)
+
+    def _make_moved(self, record: Record, delta: Delta, tree: Tree, name: str) -> None:
+        """Re-create what a call moved, as it was then."""
+        before, moved = record.before, record.path
+        later = delta.records[delta.records.index(record) + 1 :]
+        again = next((each for each in later if each.path == moved), None)
+        if before is None or before.is_directory:
+            raise FileNotFoundError(name)
+        if again is not None and again.before is not None:  # it was changed after the move
+            self._make(again, again.before, delta, tree, name)
+            return
+        left = delta.after.get(moved)
+        if left is None or before.kind != "file":
+            self._make(record, before, delta, tree, name)
+            return
+        data = self.history.left(delta, left)
+        with new_file(tree.fd, name) as writing:
+            write_all(writing, data)
+        apply_entry(tree, (name,), before)
+
+    # Putting back
+
+    def _put_back(self, record: Record, one: _OneCall) -> None:
         before, parts = record.before, record.path
+        is_directory = self._has_directory(parts)
+        if is_directory and before is None and record.is_whole:
+            self._take_away(parts, one)
+            is_directory = self._has_directory(parts)
         status = self.changes.tree.status(parts)
-        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
         if before is not None and before.is_directory and record.saved is None:
             if status is not None and not is_directory:
                 self._remove(parts)
@@ -593,7 +630,9 @@ class _Undo:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
             self._times.set(parts, before.mtime_ns)
-        elif is_directory and not self._is_all_ours(record) and self._holds_more(parts):
+        elif is_directory and before is not None and before.is_directory and not self.force:
+            self._restore_into(record, one)
+        elif is_directory and self._holds_more(record, one):
             return  # its remaining entries are someone else's
         elif before is None:
             if status is not None:
@@ -602,16 +641,84 @@ class _Undo:
             self._set_attributes(parts, before)
         elif record.source is not None and _is_linked(status) and before.digest is not None:
             self._write_in_place(parts, before, before.digest)
-        elif not self._recreate(record, before, delta):
+        elif not self._recreate(record, before, one.delta):
             self._left.add(parts)
+            self.changes.partly.add(one.call_id)
             self.sentences.append(
                 f"{shown(join_path(parts))} could not be restored: its content was not saved"
             )
 
-    def _is_all_ours(self, record: Record) -> bool:
-        """Whether a directory arrived as a whole, and nothing in it was left alone."""
-        depth = len(record.path)
-        return record.is_whole and not any(each[:depth] == record.path for each in self._left)
+    def _take_away(self, top: Parts, one: _OneCall) -> None:
+        """Remove a directory that arrived as a whole; what someone else changed in it stays."""
+        tree, after = self.changes.tree, one.delta.after
+        if top not in one.arrived:
+            # The call itself removed it later, so it was just restored; or someone made it again.
+            if self.force or not is_related(top, self._left | self._shared):
+                self._remove(top)
+            return
+        found = list(tree.walk(top))
+        changed = {parts for parts, _ in found if parts not in after or parts in one.changed}
+        if self.force or not changed - {top}:
+            self._remove(top)
+            return
+        for parts, status in reversed(found):
+            if parts in one.changed:
+                self._leave(parts, one)
+                continue
+            is_empty = not stat.S_ISDIR(status.st_mode) or not tree.names(parts)
+            if parts in after and parts != top and is_empty:
+                self._remove(parts)
+
+    def _holds_more(self, record: Record, one: _OneCall) -> bool:
+        """Leave a directory alone that still holds other entries; False if it is empty."""
+        parts, before = record.path, record.before
+        names = sorted(self.changes.tree.names(parts))
+        if not names or (self.force and before is not None and before.is_directory):
+            return False
+        if parts in one.removed and not self.force:
+            return True  # it was a directory before, too: that comes back around these
+        inside = any(each[: len(parts)] == parts for each in self._edited)
+        self._left.add(parts)
+        self.changes.partly.add(one.call_id)
+        if inside and before is None:
+            return True  # what is in it has its own sentence
+        held = ", ".join(shown(join_path((*parts, name))) for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        self.sentences.append(
+            f"{shown(join_path(parts))} holds something that is not from these calls"
+            f" and is left in place: {held}{more}"
+        )
+        if before is not None:
+            self._edited.setdefault(parts, partial(self._make, record, before, one.delta))
+        return True
+
+    def _restore_into(self, record: Record, one: _OneCall) -> None:
+        """Restore what was in a directory into one that someone made again."""
+        self._shared.add(record.path)
+        serial, top, done = one.delta.committed.serial, record.path, set[Parts]()
+        with contextlib.closing(Tree(self.history.trees(serial))) as trees:
+            for place, status in list(trees.walk((record.saved or "",))):
+                parts = (*top, *place[1:])
+                if is_below(parts, done) or self._is_blocked(parts):
+                    continue
+                there = self.changes.tree.status_if_reached(parts)
+                if there is None:
+                    staged = self.changes.store.fresh()
+                    copy_exactly(trees, place, self.changes.store.tree, (staged,))
+                    self._put(parts, staged)
+                    done.add(parts)
+                elif stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(status.st_mode):
+                    if there.st_mode != status.st_mode:
+                        self._leave(parts, one)
+                elif not self._is_copy(trees, place, parts):
+                    make = partial(_copy_from, self.history.trees(serial), place)
+                    self._leave(parts, one, make)
+        self._join_tree(one.delta, record)
+
+    def _is_copy(self, tree: Tree, place: Parts, parts: Parts) -> bool:
+        """Whether a path has the same kind, mode, content and link text as another."""
+        known = capture(tree, place, read=True)
+        return is_same(known, Disk(self.changes.tree), parts)
 
     def _looks_like(self, parts: Parts, before: Entry) -> bool:
         now = capture(self.changes.tree, parts)
@@ -632,18 +739,50 @@ class _Undo:
     def _recreate(self, record: Record, before: Entry, delta: Delta) -> bool:
         """Re-create what a call replaced; False if it was not saved."""
         parts, store = record.path, self.changes.store
-        staged = store.tx / store.fresh()
+        twin = self._links.twin(before, delta)
+        if twin is not None:
+            self._add_name(twin, parts)
+            return True
+        staged = store.fresh()
         try:
-            self._make(record, before, store.tree, staged.name, delta)
+            self._make(record, before, delta, store.tree, staged)
         except FileNotFoundError:
             return False
+        self._put(parts, staged)
+        self._links.made(before, parts)
+        if before.is_directory:
+            self._join_tree(delta, record)
+        return True
+
+    def _join_tree(self, delta: Delta, record: Record) -> None:
+        """Link the files of a restored directory to their names elsewhere."""
+        for place, ino in delta.linked.get(record.saved or "", {}).items():
+            parts = (*record.path, *place)
+            now = capture(self.changes.tree, parts, read=True)
+            twin = None if now is None else self._links.twin(now._replace(ino=ino, links=2), delta)
+            if twin is not None:
+                self._add_name(twin, parts)
+            elif now is not None:
+                self._links.made(now._replace(ino=ino), parts)
+
+    def _add_name(self, twin: Parts, parts: Parts) -> None:
+        one, other = (self.changes.tree.status(each) for each in (twin, parts))
+        if one is None or other is None or not os.path.samestat(one, other):
+            self._keep_time_above(parts)
+            self._times.remove(parts)
+            self.changes.add_name(twin, parts)
+
+    def _put(self, parts: Parts, staged: str) -> None:
+        """Move something from the store to a path."""
         self._times.remove(parts)
+        self._keep_time_above(parts)
+        self.changes.put_file(parts, self.changes.store.tx / staged)
+
+    def _keep_time_above(self, parts: Parts) -> None:
         above = self.changes.tree.status(parts[:-1])
         if above is not None:
             # Another hard link may be in a directory that the call did not change.
             self._times.set(parts[:-1], above.st_mtime_ns, keep=True)
-        self.changes.put_file(parts, staged)
-        return True
 
     def _remove(self, parts: Parts) -> None:
         self._times.remove(parts)
@@ -654,7 +793,7 @@ class _Undo:
             self.changes.set_attributes(parts[:-1], mode=0o700)
             self.changes.remove(parts)
 
-    def _make(self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta) -> None:
+    def _make(self, record: Record, before: Entry, delta: Delta, tree: Tree, name: str) -> None:
         """Re-create what a call replaced, at a free name."""
         if before.kind == "file":
             self.history.make_file(before, tree, name)
@@ -683,6 +822,80 @@ class _Undo:
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self.changes.set_attributes(parts, mtime_ns=mtime)
+
+
+class _OneCall:
+    """A call that is being undone."""
+
+    def __init__(self, delta: Delta, changed: Set[Parts], removed: Mapping[Parts, Record]) -> None:
+        self.delta = delta
+        self.call_id = delta.committed.call_id
+        self.changed = changed
+        """The paths that differ from how it left them."""
+        self.removed = removed
+        """The directories that it removed, replaced or moved away."""
+        self.arrived = frozenset(arrived(delta))
+
+
+class _Links:
+    """Finds the file that a re-created name was a hard link to."""
+
+    def __init__(self, changes: Changes, history: History) -> None:
+        self._changes = changes
+        self._history = history
+        self._made: dict[int, Parts] = {}
+        """Files that this undo has re-created, by the inode that they had before."""
+        self._found: dict[int, list[Parts]] | None = None
+        """The files in the workspace by inode; read when a hard link is first looked for."""
+
+    def made(self, before: Entry, parts: Parts) -> None:
+        if before.kind == "file":
+            self._made.setdefault(before.ino, parts)
+
+    def twin(self, before: Entry, delta: Delta) -> Parts | None:
+        """Return another name of the file that was at a path, if it still has that content."""
+        if before.kind != "file" or before.digest is None:
+            return None
+        if before.links < 2 and before.ino not in self._made:
+            return None
+        for parts in self._names(before.ino, delta):
+            now = capture(self._changes.tree, parts, read=True)
+            # An inode can be used again: content and mode must agree, too.
+            known = (before.kind, before.mode, before.digest)
+            if now is not None and (now.kind, now.mode, now.digest) == known:
+                return parts
+        return None
+
+    def _names(self, ino: int, delta: Delta) -> Iterator[Parts]:
+        if ino in self._made:
+            yield self._made[ino]
+        if self._found is None:
+            self._found = {}
+            for parts, status in self._changes.tree.walk((), lenient=True):
+                if stat.S_ISREG(status.st_mode) and not parts[0].startswith(TEMPORARY):
+                    self._found.setdefault(status.st_ino, []).append(parts)
+        for each in (ino, *self._since(ino, delta)):
+            yield from self._found.get(each, ())
+
+    def _since(self, ino: int, delta: Delta) -> list[int]:
+        """Return the inodes that a file got when undoing later calls re-created it."""
+        found = [ino]
+        history = self._history
+        later = list(history.readable(history.after(delta.committed.serial)))
+        by_id = {each.committed.call_id: each for each in later}
+        for undo in reversed(later):
+            for undone in (by_id[each] for each in undo.committed.undoes if each in by_id):
+                for record in undone.records:
+                    if record.before is not None and record.before.ino in found:
+                        left = undo.after.get(record.path)
+                        if left is not None and left.kind == "file":
+                            found.append(left.ino)
+        return found[1:]
+
+
+def _copy_from(folder: Path, place: Parts, tree: Tree, name: str) -> None:
+    with contextlib.closing(Tree(folder)) as trees:
+        copy_exactly(trees, place, tree, (name,))
 
 
 def _is_linked(status: os.stat_result | None) -> bool:

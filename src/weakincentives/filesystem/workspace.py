@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import History, replaced
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
@@ -38,6 +39,7 @@ from weakincentives.filesystem.scan import External, Noted
 from weakincentives.filesystem.store import Limits, Store
 from weakincentives.filesystem.tree import Tree
 from weakincentives.gate import Gate
+from weakincentives.programs import agents_can_write
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -74,6 +76,7 @@ class Workspace:
             opened.callback(self.tree.close)
             self.external = External(self.tree, self.store)
             self.commands = Commands(self.store)
+            agents_can_write(self.tree.path)
             self.reserved = Reserved(self.tree.path, store=self.store.path, unprotected=unprotected)
             watched = Watched(self.tree.path, self.store.path)
             opened.pop_all()
@@ -179,6 +182,25 @@ class Workspace:
         delta = self.history.read(serial)
         self.present = self.present.supersede(delta.records, replaced_by(self.history, delta))
 
+    def note(self) -> None:
+        """Note how all files are, so that a later process finds what other programs change."""
+        self.external.note(self.history.last)
+
+    def take_out_commits(self) -> None:
+        """Take what calls have committed out of the noted state: no other program changed it."""
+        since = self.external.noted_at()
+        if since is None or since == self.history.last:
+            return
+        look: Look = self.disk
+        paths: set[Parts] = set()
+        left: dict[Parts, Entry | None] = {}
+        for delta in self.history.readable(self.history.after(since)):  # the newest first
+            before = undone(Layer(look), delta.records, replaced_by(self.history, delta))
+            paths.update(changed_paths(delta.records, before, look))
+            left = {**delta.after, **left}
+            look = before
+        self.external.take_out(self.history.last, paths, look, left)
+
     # The transaction that works in place
 
     @contextlib.contextmanager
@@ -210,6 +232,8 @@ class Workspace:
 
     def expect_programs(self, changes: Changes, noted: Noted | None = None) -> None:
         """Expect other programs to change files until the transaction ends."""
+        if noted is not None:
+            self.take_out_commits()  # again: the process that committed them may have been killed
         self.external.begin(changes, noted)
         self.expects_programs = True
 
@@ -245,9 +269,14 @@ class Workspace:
         if changes.has_programs:
             self.external.settle(changes, last=True)
             self.check_found(changes.since(None))
+        self._check_assembled(changes.records)
         serial = changes.commit(call, undoes, redo)
         self._end_in_place(changes)
         self._committed(serial)
+        try:
+            self.take_out_commits()
+        except OSError as error:  # the call is committed; this is repeated before it matters
+            logger.warning("The noted state of %s is not up to date: %s", self.tree.path, error)
 
     def roll_back(self, changes: Changes) -> tuple[str, ...]:
         """Roll back the transaction that works in place, and close it.
@@ -303,6 +332,22 @@ class Workspace:
             self.reserved.check_changed(*self.changed_by(records))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. Everything is rolled back") from error
+
+    def _check_assembled(self, records: Sequence[Record]) -> None:
+        """Raise ProtectedPath if the result of a transaction is a git repository that never was."""
+        paths = {parts for record in records for parts in record.paths}
+        if suspects := self.reserved.may_assemble(paths):
+            before = self.changed_by(list(records))[1]
+            earlier = functools.partial(self._earlier, before)
+            self.reserved.check_assembled(suspects, before, self.disk, earlier)
+
+    def _earlier(self, now: Look) -> Iterator[tuple[Look, int]]:
+        """Yield the states before each committed call, newest first, and when the call ended."""
+        layer = Layer(now)
+        with contextlib.suppress(OSError):  # later changes hide what was there
+            for delta in self.history.readable(self.history.after(0)):
+                layer = undone(layer, delta.records, replaced_by(self.history, delta))
+                yield layer, self.history.moment(delta.committed.serial)
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return all paths changed by uncommitted records, sorted, and looks before and now."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weakincentives.errors import McpServerError
 from weakincentives.logs import get_logger
 from weakincentives.mcp.server_launcher import living_in
+from weakincentives.programs import (
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_path,
+    script_in_reach,
+)
 from weakincentives.state import program, source_of
 
 if TYPE_CHECKING:
@@ -99,17 +104,27 @@ class ServerProcess:
         return " ".join(parts)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        program = self.command[0]
-        found = shutil.which(program, path=self.env.get("PATH", os.defpath))
-        if found is None and not (self.cwd and os.path.isfile(Path(self.cwd, program))):
-            raise McpServerError(
-                f"there is no program {program!r}: install it, or give its full path"
-            )
+        program, *arguments = self.command
+        path = self.env.get("PATH", os.defpath)
+        directory = os.path.abspath(self.cwd or ".")
+        # A relative path starts where the server does.
+        named = os.path.join(directory, program) if os.path.dirname(program) else program
+        found = find_program(named, path)
+        if found is None:
+            why = missing_program(named, path)
+            if named == program and why.endswith("is not installed"):
+                why = f"there is no program {program!r}: install it, or give its full path"
+            raise McpServerError(why)
+        if why := script_in_reach(found, arguments, directory):
+            raise McpServerError(f"cannot start {program!r}: {why}")
+        if self.cwd is None and reach_of_agents(directory):
+            # Python, npx and others first look for code there.
+            directory = os.path.abspath(os.sep)
         try:
             return await asyncio.create_subprocess_exec(
-                *_launched(self.command),
-                env=self.env,
-                cwd=self.cwd,
+                *_launched([found, *arguments]),
+                env={**self.env, "PATH": safe_path(path)},
+                cwd=directory,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

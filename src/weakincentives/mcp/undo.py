@@ -20,7 +20,7 @@ from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.participant import Participant
-from weakincentives.prompt.policies import CompletedTools, PolicyState
+from weakincentives.prompt.policies import CompletedTools, KnownFiles, PolicyState
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.saved import not_undone
@@ -264,7 +264,7 @@ class UndoTools:
         return bool(before.keys() - now.keys()) or any(
             before.get(kind) is not values
             for kind, values in now.items()
-            if kind not in (PolicyState, CompletedTools)
+            if kind not in (PolicyState, KnownFiles, CompletedTools)
         )
 
     # The tools

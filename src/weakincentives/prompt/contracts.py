@@ -395,6 +395,7 @@ class CascadeEffect(Effect):
 
     trigger_tool: str | Tool[Any, Any]
     trigger_condition: Callable[[ToolResult[Any]], bool] | None = None
+    """Without one, it follows every success."""
     arguments: object = field(default_factory=dict[str, object])
     """The other tool's arguments, or a function of the result."""
 
@@ -402,6 +403,10 @@ class CascadeEffect(Effect):
         super().__post_init__()
         if not self.trigger_tool:
             raise ValueError(f"cascade effect {self.description!r} needs its trigger_tool")
+
+    def triggers(self, result: ToolResult[Any]) -> bool:
+        """Whether a result fulfils the trigger condition, for an ``apply`` of its own, too."""
+        return self.trigger_condition is None or bool(self.trigger_condition(result))
 
 
 def _required(function: Callable[..., Any]) -> int:

@@ -118,10 +118,21 @@ class PolicyState:
     invoked_tools: AbstractSet[str] = _NO_NAMES
     invoked_keys: AbstractSet[tuple[str, str]] = _NO_KEYS
     """Pairs of a tool and its subject: a path, for example."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFiles:
+    """The files whose content the model knows, for a policy. A STATE slice."""
+
+    policy_name: str
     contents: Mapping[str, str] = _NO_CONTENTS
     """By path, the digest of a file when it was last read or written."""
     left: Mapping[str, str] = _NO_CONTENTS
     """By path, the digest of such a file after a command of the agent changed it."""
+
+    def having(self, contents: Mapping[str, str]) -> KnownFiles:
+        """Return it with more files, or with what has become of them."""
+        return KnownFiles(self.policy_name, _updated(self.contents, contents), self.left)
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -151,42 +162,48 @@ class _Remembers:
     name: str
     _state: ClassVar[type[Any]] = PolicyState
 
-    def _ask(self, context: ToolContext, question: Callable[[Any], V]) -> V:
+    def _ask(
+        self, context: ToolContext, question: Callable[[Any], V], kind: type[Any] | None = None
+    ) -> V:
         """Return the answer of ``question(state)``.
 
         Concurrent calls depend on the answer alone: the less it tells, the fewer are re-run.
         """
-        return context.session.select(self._state, lambda states: question(self._mine(states)))
+        kind = kind or self._state
+        return context.session.select(kind, lambda states: question(self._mine(states, kind)))
 
-    def _remember(self, context: ToolContext, change: Callable[[Any], Any]) -> None:
+    def _remember(
+        self, context: ToolContext, change: Callable[[Any], Any], kind: type[Any] | None = None
+    ) -> None:
         """Replace the state by ``change(state)``, as a function, so that concurrent calls merge."""
+        kind = kind or self._state
 
         def changed(current: Slice[Any]) -> Slice[Any]:
             states = current.all()
             for index, state in enumerate(states):
                 if state.policy_name == self.name:
                     return current.replace(*states[:index], change(state), *states[index + 1 :])
-            return current.append(change(self._state(self.name)))
+            return current.append(change(kind(self.name)))
 
-        context.session[self._state].update(changed)
+        context.session[kind].update(changed)
 
-    def _noted(self, context: ToolContext) -> Any:
+    def _noted(self, context: ToolContext, kind: type[Any] | None = None) -> Any:
         """Return the state if there is one: most often it has the note that is to be made.
 
         None in a concurrent call, which always writes: what is known now may be rolled back before
         it commits.
         """
         if not context.session.tracks_reads:
-            for state in context.session.read_slice(self._state).all():
+            for state in context.session.read_slice(kind or self._state).all():
                 if state.policy_name == self.name:
                     return state
         return None
 
-    def _mine(self, states: Slice[Any]) -> Any:
+    def _mine(self, states: Slice[Any], kind: type[Any]) -> Any:
         for state in states.all():
             if state.policy_name == self.name:
                 return state
-        return self._state(self.name)
+        return kind(self.name)
 
 
 def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
@@ -222,14 +239,14 @@ def missing_tools(needed: Iterable[str], context: ToolContext) -> tuple[str, ...
 
 
 def content_digest(data: bytes) -> str:
-    """Return the digest that ``PolicyState.contents`` holds for a file."""
+    """Return the digest that ``KnownFiles.contents`` holds for a file."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def is_seen(path: str, context: ToolContext) -> bool:
     """Whether a policy knows the present content of a file: the model has read or written it."""
     seen = context.session.select(
-        PolicyState, lambda states: tuple(s.contents[path] for s in states if path in s.contents)
+        KnownFiles, lambda known: tuple(k.contents[path] for k in known if path in k.contents)
     )
     return bool(seen) and _digest(path, context.filesystem) in seen
 
@@ -327,14 +344,14 @@ class ReadBeforeWritePolicy(_Remembers):
         key = files.normalize(path)
         below = f"{key}/".removeprefix("./")
 
-        def known(state: PolicyState) -> tuple[tuple[str, str, str | None], ...]:
+        def known(files: KnownFiles) -> tuple[tuple[str, str, str | None], ...]:
             return tuple(
-                (each, digest, state.left.get(each))
-                for each, digest in state.contents.items()
+                (each, digest, files.left.get(each))
+                for each, digest in files.contents.items()
                 if each == key or each.startswith(below)
             )
 
-        for each, *digests in self._ask(context, known):
+        for each, *digests in self._ask(context, known, KnownFiles):
             now = _digest(each, files)
             if now is not None and now not in digests:
                 do = "move" if is_transfer else "delete"
@@ -361,7 +378,7 @@ class ReadBeforeWritePolicy(_Remembers):
             is_noted = self._ask(context, lambda state: any(k in state.invoked_keys for k in keys))
             return None if is_noted else unread
         key = files.normalize(path)
-        seen = self._ask(context, lambda state: state.contents.get(key))
+        seen = self._ask(context, lambda known: known.contents.get(key), KnownFiles)
         if seen is not None and seen == _digest(key, files):
             return None
         if not files.exists(key):
@@ -402,7 +419,7 @@ class ReadBeforeWritePolicy(_Remembers):
                     denied = _CHANGED.format(do="replace", path=shown(others[0]))
                     raise PolicyDenied(denied, policy=self.name)
         if path is not None and is_transfer:
-            self._note_transfer(params, path, files, context)
+            self._note_transfer(name, params, path, files, context)
         elif path is not None and (replaces or name in self.read_tools):
             self._note(name, path, result.value, files, context)
         return told
@@ -413,7 +430,9 @@ class ReadBeforeWritePolicy(_Remembers):
         digests = {path: _digest(path, files) for path in replaced}
         left = {path: digest for path, digest in digests.items() if digest is not None}
         if left:
-            self._remember(context, lambda state: replace(state, left=_updated(state.left, left)))
+            self._remember(
+                context, lambda known: replace(known, left=_updated(known.left, left)), KnownFiles
+            )
         if not others:
             return None
         names = ", ".join(map(shown, others[:5])) + (" and more" if len(others) > 5 else "")
@@ -433,17 +452,20 @@ class ReadBeforeWritePolicy(_Remembers):
         """Return the known files that the call replaced: those that others had changed, and all."""
         session = context.session
 
+        def mine() -> KnownFiles:
+            return self._mine(session.read_slice(KnownFiles), KnownFiles)
+
         def is_known(path: str) -> bool:
-            return path == target or path in self._mine(session.read_slice(PolicyState)).contents
+            return path == target or path in mine().contents
 
         found = files.replaced_here(is_known, meanwhile=meanwhile)
         if not found:
             return [], []
-        state = self._mine(session.read_slice(PolicyState))
+        known = mine()
         others = [
             path
             for path, content in found
-            if content_digest(content) not in (state.contents.get(path), state.left.get(path))
+            if content_digest(content) not in (known.contents.get(path), known.left.get(path))
         ]
         return others, [path for path, _ in found]
 
@@ -455,44 +477,51 @@ class ReadBeforeWritePolicy(_Remembers):
         files: Filesystem | None,
         context: ToolContext,
     ) -> None:
-        contents: dict[str, str] = {}
         if files is not None:
             # What the model was shown, if the tool says so: the file may have changed by now.
             digest = getattr(value, "digest", None) or _digest(path, files)
             if digest is None:
                 return
-            contents[path] = digest
+            known, read = self._noted(context, KnownFiles), {path: digest}
+            if known is None or known.contents.get(path) != digest:
+                self._remember(context, lambda known: known.having(read), KnownFiles)
+        self._note_key(tool_name, path, context)
+
+    def _note_key(self, tool_name: str, path: str, context: ToolContext) -> None:
         key, noted = (tool_name, path), self._noted(context)
-        if (
-            noted is not None
-            and key in noted.invoked_keys
-            and noted.contents.get(path) == contents.get(path)
-        ):
-            return
+        if noted is None or key not in noted.invoked_keys:
 
-        def added(state: PolicyState) -> PolicyState:
-            keys = _with(state.invoked_keys, key)
-            return replace(state, invoked_keys=keys, contents=_updated(state.contents, contents))
+            def added(state: PolicyState) -> PolicyState:
+                tools = state.invoked_tools
+                if tool_name not in tools:
+                    tools = _with(tools, tool_name)
+                return PolicyState(self.name, tools, _with(state.invoked_keys, key))
 
-        self._remember(context, added)
+            self._remember(context, added)
 
     def _note_transfer(
-        self, params: object, new: str, files: Filesystem | None, context: ToolContext
+        self,
+        tool_name: str,
+        params: object,
+        new: str,
+        files: Filesystem | None,
+        context: ToolContext,
     ) -> None:
+        self._note_key(tool_name, new, context)
         source = _field(params, "source", str)
         if files is None or source is None:
             return
         old = files.normalize(source)
 
-        def moved(state: PolicyState) -> PolicyState:
+        def moved(known: KnownFiles) -> KnownFiles:
             seen = {
                 new + path[len(old) :]: digest
-                for path, digest in state.contents.items()
+                for path, digest in known.contents.items()
                 if path == old or path.startswith(f"{old}/")
             }
-            return replace(state, contents=_updated(state.contents, seen)) if seen else state
+            return known.having(seen) if seen else known
 
-        self._remember(context, moved)
+        self._remember(context, moved, KnownFiles)
 
 
 def _field(params: Any, name: str, kind: type[T]) -> T | None:

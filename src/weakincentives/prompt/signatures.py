@@ -7,7 +7,18 @@ import inspect
 import types
 from collections.abc import Awaitable, Callable, Coroutine
 from types import NoneType, SimpleNamespace
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 UNKNOWN: Any = object()
 """A type that is not annotated, or cannot be resolved."""
@@ -103,6 +114,39 @@ def can_be(given: Any, wanted: Any) -> bool:
         return issubclass(cls, base)
     except TypeError:  # a protocol that is not runtime-checkable
         return True
+
+
+_ANY_CLASS: tuple[type, ...] = (object,)
+_ALSO_FITS: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
+"""What type checkers take for these, too."""
+
+
+def classes_of(hint: Any) -> tuple[type, ...]:
+    """Return the classes of the values that fit a type; ``object`` where unsure.
+
+    Only of the values themselves: a ``list[int]`` is a list, whatever it holds.
+    """
+    if hint is None:
+        return (NoneType,)
+    if hasattr(hint, "__supertype__"):  # a NewType
+        return classes_of(hint.__supertype__)
+    if hasattr(hint, "__value__"):  # a `type` statement
+        return classes_of(hint.__value__)
+    origin = get_origin(hint)
+    if is_union(hint):
+        return tuple(dict.fromkeys(cls for part in get_args(hint) for cls in classes_of(part)))
+    if origin is Literal:
+        return tuple({type(cast("object", value)) for value in get_args(hint)})
+    if origin is Annotated:
+        return classes_of(get_args(hint)[0])
+    cls = origin or hint
+    if is_typeddict(cls):
+        return (dict,)
+    try:
+        isinstance(None, cls)
+    except TypeError:  # not a class, or a protocol that is not runtime-checkable
+        return _ANY_CLASS
+    return (cls, *_ALSO_FITS.get(cls, ()))
 
 
 def show(hint: Any) -> str:

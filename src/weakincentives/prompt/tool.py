@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property, partial
 from inspect import Parameter
+from itertools import starmap
 from types import NoneType
 from typing import (
     TYPE_CHECKING,
@@ -32,11 +33,12 @@ from typing import (
 )
 
 from weakincentives.errors import InvalidArguments, ParseError, ToolDefinitionError
-from weakincentives.prompt.context import ToolContext
+from weakincentives.prompt.context import ToolContext as ToolContext
 from weakincentives.prompt.signatures import (
     UNKNOWN,
     TypedConstructor,
     can_be,
+    classes_of,
     hints_of,
     innermost,
     is_async,
@@ -65,7 +67,8 @@ Reach = Literal["read", "reversible", "compensable", "irreversible"]
 
 ``read`` changes nothing; ``reversible`` changes only the session, files and resources that can be
 snapshotted; ``compensable`` reaches outside and can compensate for it; ``irreversible`` reaches
-outside for good. A tool that states nothing is rolled back as far as possible.
+outside for good. A tool that states nothing is rolled back as far as possible, and is never
+re-run: it cannot have a ``retry``.
 """
 
 Writes = Literal["api", "command", "external"]
@@ -293,6 +296,10 @@ class Tool(TypedConstructor, Generic[P, R]):
             raise self._wrong(
                 "it is irreversible and cannot be retried: a failed attempt may have taken effect"
             )
+        if self.reach is None and retries:
+            raise self._wrong(
+                "a call that may reach outside is never re-run: state its reach, or leave out retry"
+            )
 
     def _check_handler(self, handler: Callable[..., Any]) -> None:
         if not callable(handler):
@@ -439,10 +446,7 @@ class Tool(TypedConstructor, Generic[P, R]):
     @cached_property
     def value_types(self) -> tuple[type, ...]:
         """The classes that a handler's value may have, unless it is None."""
-        if not self.strict:
-            return (object,)
-        cls = _dataclass_of(self.result_type)
-        return () if cls is None else (cls,)
+        return tuple(cls for cls in classes_of(self.result_type) if cls is not NoneType)
 
     @cached_property
     def is_async(self) -> bool:
@@ -466,11 +470,15 @@ class Tool(TypedConstructor, Generic[P, R]):
         try:
             return self._validate(arguments)
         except ParseError as error:
-            message = {
-                "error": f"Invalid parameters for tool '{self.name}'",
-                "details": {path or "arguments": text for path, text in error.details.items()},
-            }
-            raise InvalidArguments(json.dumps(message, ensure_ascii=False)) from error
+            if arguments is None:  # no arguments, as a call without any
+                return self.parse({})
+            details = {path or "arguments": text for path, text in error.details.items()}
+            message = {"error": f"Invalid parameters for tool '{self.name}'", "details": details}
+            raise InvalidArguments(
+                json.dumps(message, ensure_ascii=False),
+                recoverable=False,
+                problem=", ".join(starmap(_problem, details.items())),
+            ) from error
 
     def _validate(self, arguments: object) -> P:
         # Only the first time: the validator replaces this method.
@@ -611,6 +619,18 @@ def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     return {name: each for name, each in properties.items() if isinstance(each, dict)}
 
 
+def _problem(path: str, text: str) -> str:
+    """Return a problem of the arguments in the Protocol's words."""
+    from weakincentives.serde.problems import MISSING
+
+    if text == MISSING:
+        return f"Missing required field: {path}"
+    expected = text.partition(", got ")[0].removeprefix("Expected type ")
+    if text.startswith("Expected type "):
+        return f"Field '{path}' must be of type {expected}"
+    return f"Field '{path}': {text}"
+
+
 def _one_of(params: object, arguments: dict[str, object]) -> object:
     if params is None:
         return arguments
@@ -741,15 +761,14 @@ def _tool_of(
         names: tuple[str, ...] | None = tuple(each.name for each in fields(params_type))
     else:
         names = None
-    result_type = hints_of(function).get("return", Any)
-    if result_type is ToolResult or get_origin(result_type) is ToolResult:
-        result_type = next(iter(getattr(result_type, "__args__", ())), Any)
+    returns = hints_of(function).get("return", Any)
+    result_type = _plain_value_of(returns)
     return FunctionTool(
         name=name or title,
         description=description,
-        handler=_handler_of(function, names),
+        handler=_handler_of(function, names, returns),
         params_type=params_type,
-        result_type=None if result_type is type(None) else result_type,
+        result_type=None if result_type is NoneType else result_type,
         strict=False,
         **options,
     )
@@ -835,9 +854,24 @@ def _field_of(parameter: Parameter, hint: Any, text: str | None) -> tuple[Any, A
     return Annotated[hint, shown], made
 
 
-def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None) -> Any:
+def _plain_value_of(returns: Any) -> Any:
+    """Return the type of a function's value: what it returns, or R of ``ToolResult[R]``."""
+    if is_union(returns):
+        return Union[tuple(map(_plain_value_of, get_args(returns)))]  # noqa: UP007
+    origin = get_origin(returns)
+    if origin in (Awaitable, Coroutine):
+        return _plain_value_of(get_args(returns)[-1])
+    if origin is ToolResult:
+        return get_args(returns)[0]
+    return Any if returns is ToolResult else returns
+
+
+def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None, returns: Any) -> Any:
     """Return a handler that calls the function with its parameters' fields, or with ``params``."""
     contexts = context_parameters(function)
+    while get_origin(returns) in (Awaitable, Coroutine):
+        returns = get_args(returns)[-1]
+    may_be_none = not {NoneType, object}.isdisjoint(classes_of(returns))
 
     def arguments(params: Any, context: ToolContext) -> dict[str, Any]:
         given = {"params": params} if names is None else {n: getattr(params, n) for n in names}
@@ -846,9 +880,14 @@ def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None) -> 
         return given
 
     def answer(value: Any) -> ToolResult[Any]:
-        if not isinstance(value, ToolResult):
-            return ToolResult.ok(value)
-        return cast("ToolResult[Any]", value)
+        if isinstance(value, ToolResult):
+            return cast("ToolResult[Any]", value)
+        if value is None and not may_be_none:
+            raise TypeError(
+                f"the handler returned None, but it is declared to return {show(returns)}; "
+                "is a return statement missing?"
+            )
+        return ToolResult.ok(value)
 
     if is_async(function):
 

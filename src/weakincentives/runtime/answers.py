@@ -49,6 +49,8 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_GRACE = 5.0
+"""Seconds."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
@@ -97,6 +99,9 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
     else:
         work = in_thread(lambda: (handler(params, context=context), None))
     limit = tool.timeout
+    if limit is not None and limit == getattr(handler, "longest", None):
+        # Of a composed tool, as long as its members may take: their own limits come first.
+        limit += _GRACE
     remaining = None if context.deadline is None else context.deadline.remaining()
     if remaining is not None and (limit is None or remaining < limit):
         limit = remaining
@@ -161,14 +166,20 @@ def refuse_unknown(transaction: Transaction) -> NoReturn:
     from difflib import get_close_matches
 
     name, offers = str(transaction.call.name), transaction.around.offers
-    near = get_close_matches(name, offers, n=3)
+    # A registry finds a tool under two spellings: name each once, as the caller spells names.
+    named = {offer.tool.name: offer.tool.name for offer in offers.values()}
+    if ":" in name:
+        named |= {offer.tool.name: each for each, offer in offers.items() if ":" in each}
+    near = get_close_matches(name, named.values(), n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    known = ", ".join(sorted(offers)) or "none"
+    known = ", ".join(sorted(named.values())) or "none"
+    problem = f"Tool '{name}' not found"
     raise Refusal(
-        f"Tool '{name}' not found. {hint}Available tools: {known}",
+        f"{problem}. {hint}Available tools: {known}",
         code="TOOL_NOT_FOUND",
         recoverable=False,
         suggestions=near,
+        problem=problem,
     )
 
 
@@ -180,28 +191,26 @@ def raises_through(error: BaseException) -> bool:
 
 
 def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]:
-    """Return the result for a failure, worded for the model; log it."""
-    level, cause = logging.INFO, None
+    """Return the result for a failure, worded for the model."""
     name, text = transaction.call.name, _text(error)
     if isinstance(error, Failed):
         transaction.answered = True
-        result = _well_formed(transaction, error.result)
-    elif isinstance(error, Suspended):
+        return _well_formed(transaction, error.result)
+    if isinstance(error, Suspended):
         transaction.answered = True  # a suspended call has not taken effect
         undone = " and rolled back" if transaction.ran else ""
         said = f"'{name}' was suspended{undone}: {type(error).__name__}"
         return ToolResult.error(said, code=SUSPENDED)
-    elif isinstance(error, Refusal):
+    if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
             transaction.denied_by = error.policy
-        result = ToolResult.error(
-            text, code=error.code, recoverable=error.recoverable, suggestions=error.suggestions
-        )
-    elif isinstance(error, ToolTimeout):
-        result = ToolResult.error(text, code="TIMEOUT")
-    elif isinstance(error, MergeConflict):
-        result = ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
-    elif raises_through(error):
+        failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
+        return ToolResult(text, success=False, failure=failure)
+    if isinstance(error, ToolTimeout):
+        return ToolResult.error(text, code="TIMEOUT")
+    if isinstance(error, MergeConflict):
+        return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
+    if raises_through(error):
         code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), None)
         if code is not None:
             said = f"{type(error).__name__}: {text}"
@@ -209,38 +218,42 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
             ended = "ended, and was rolled back" if transaction.ran else "ran"
             said = f"'{name}' was interrupted before it {ended}"
         return ToolResult.error(said, code=code or INTERRUPTED, recoverable=False)
-    elif isinstance(error, ContractError):
-        result = ToolResult.error(text, code="CONTRACT_VIOLATION")
-    elif isinstance(error, (ToolValidationError, ValueError)):
-        result = ToolResult.error(text, code="VALIDATION_FAILED")
-        if not isinstance(error, ToolValidationError):
-            cause = error
-            # Raised by a library, not worded by the handler: most likely a bug.
-            if isinstance(error, (JSONDecodeError, UnicodeError)):
-                level = logging.ERROR
-    elif isinstance(error, TypeError):
-        _logger.error("tool %s raised a TypeError", name, exc_info=error)
+    if isinstance(error, ContractError):
+        return ToolResult.error(text, code="CONTRACT_VIOLATION")
+    if isinstance(error, (ToolValidationError, ValueError)):
+        return ToolResult.error(text, code="VALIDATION_FAILED")
+    if isinstance(error, TypeError):
         message = f"Tool '{name}' failed on a value of the wrong type: {text}"
         return ToolResult.error(message, code="TYPE_ERROR", recoverable=False)
-    elif isinstance(error, NeedsItsPlace):  # nested: the call it belongs to is re-run
+    if isinstance(error, NeedsItsPlace):  # nested: the call it belongs to is re-run
         return ToolResult.error(text, code="NEEDS_ITS_PLACE")
-    else:
-        return _internal_error(name, text, error)
-    if _logger.isEnabledFor(level):
-        code = cast("ToolError", result.failure).code
-        said = shown(result.message.partition("\n")[0])
-        _logger.log(level, "tool %s failed (%s): %s", shown(name), code, said, exc_info=cause)
-    return result
-
-
-def _internal_error(name: str, text: str, error: BaseException) -> ToolResult[Any]:
     from weakincentives.retry import code_of
 
-    _logger.error("tool %s failed", name, exc_info=error)
     code = code_of(error)  # a failure of the network or the like: a retry may succeed
     return ToolResult.error(
         f"Internal error: {text}", code=code or "INTERNAL_ERROR", recoverable=code is not None
     )
+
+
+_EXPECTED = (
+    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError
+)  # fmt: skip
+"""Failures that are no bug: a line in the log, without a traceback."""
+
+
+def log(transaction: Transaction, result: ToolResult[Any], error: BaseException) -> None:
+    """Log the failure of a call that is not retried: a bug as an error, with its traceback."""
+    if raises_through(error) or isinstance(error, NeedsItsPlace):
+        return
+    level, cause = logging.ERROR, error
+    if isinstance(error, _EXPECTED):
+        level, cause = logging.INFO, None
+    elif isinstance(error, ValueError) and not isinstance(error, (JSONDecodeError, UnicodeError)):
+        level = logging.INFO  # worded by the handler; the others are raised by a library
+    if _logger.isEnabledFor(level):
+        code = cast("ToolError", result.failure).code
+        name, said = shown(transaction.call.name), shown(result.message.partition("\n")[0])
+        _logger.log(level, "tool %s failed (%s): %s", name, code, said, exc_info=cause)
 
 
 def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResult[Any]:
@@ -258,8 +271,6 @@ def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResul
 
 def _text(error: BaseException) -> str:
     try:
-        if type(error).__str__ is KeyError.__str__:  # the key alone says nothing
-            return f"{type(error).__name__}: {error}"
         return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__

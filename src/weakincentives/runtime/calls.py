@@ -380,6 +380,8 @@ class Call:
     branch: str = ""
     """The branch whose history has it; empty for that of the directory."""
     is_undone: bool = False
+    is_partly_undone: bool = False
+    """Whether the undo left something of it: what others had changed since."""
     files: tuple[FileChange, ...] = ()
     """The files it changed; filled in by ``Calls.with_files``."""
 
@@ -431,10 +433,15 @@ class Call:
         return fields_of(self.result.get("failure") or {}).get("code") == "SUSPENDED"
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether its changes to files are in place, or some of them."""
+        return not self.is_undone or self.is_partly_undone
+
+    @property
     def outcome(self) -> str:
         """How it ended, in a word or two."""
         if self.is_undone:
-            return "undone"
+            return "partly undone" if self.is_partly_undone else "undone"
         if self.committed is not None:
             return "undo" if self.undoes else "committed"
         if self.record is None or self.record["success"]:
@@ -465,6 +472,8 @@ class Commits:
         """Oldest first; a call id may have been committed repeatedly."""
         self.undone: Set[str] = frozenset()
         """Another object as soon as something else is undone."""
+        self.partly: Set[str] = frozenset()
+        """Those of them of which something is left."""
         self._history: list[Committed] = []
         self.extend(history)
 
@@ -475,11 +484,23 @@ class Commits:
             self.by_call.setdefault(each.call_id, []).append(each)
         self._history += added  # another thread counts only commits that it can find
         if any(each.undoes or each.call_id in self.undone for each in added):
-            self.undone = self.by_call.keys() - not_undone(self._history)
+            live = not_undone(self._history)
+            self.partly = _partly_undone(self._history, live)
+            self.undone = self.by_call.keys() - live
 
     @property
     def count(self) -> int:
         return len(self._history)
+
+
+def _partly_undone(history: Sequence[Committed], live: Set[str]) -> set[str]:
+    """Return the calls of which the newest undo that is in place left something."""
+    found: dict[str, bool] = {}
+    for each in reversed(history):
+        if each.call_id in live:
+            for other in each.undoes:
+                found.setdefault(other, other in each.partly)
+    return {call_id for call_id, is_partly in found.items() if is_partly}
 
 
 def join(call: Call, histories: Mapping[str, Commits]) -> None:
@@ -492,6 +513,7 @@ def join(call: Call, histories: Mapping[str, Commits]) -> None:
         if commits is not None and call.call_id in commits.by_call:
             call.branch, call.committed = branch, commits.by_call[call.call_id][-1]
             call.is_undone = call.call_id in commits.undone
+            call.is_partly_undone = call.is_undone and call.call_id in commits.partly
             return
 
 

@@ -150,9 +150,9 @@ def sequence(
         members,
         work,
         name=name or _cut("-".join(["sequence", *(tool.name for tool in members)])),
-        description=description
-        or f"Sequential execution of {len(members)} tools: {_names(members)}",
+        description=description or f"Sequential execution of {len(members)} tools",
         result_type=SequenceOutput,
+        longest=_total(members),
         **_parameters_of(members[0]),
     )
 
@@ -202,11 +202,12 @@ def parallel(
         members,
         work,
         name=name or _cut("-".join(["parallel", *(tool.name for tool in members)])),
-        description=description or f"Parallel execution of {len(members)} tools: {_names(members)}",
+        description=description or f"Parallel execution of {len(members)} tools",
         result_type=ParallelOutput,
         params_type=dict,
         input_schema=_union_of(by_key),
         timeout=timeout,
+        longest=_longest(by_key, max_concurrency),
     )
 
 
@@ -215,7 +216,9 @@ def _settled(result: AnyResult) -> AnyResult:
     failure = result.failure
     if failure is None or failure.code != "INTERNAL_ERROR":
         return result
-    return replace(result, failure=replace(failure, code="EXECUTION_FAILED"))
+    raised = failure.message.removeprefix("Internal error: ")
+    failed = replace(failure, code="EXECUTION_FAILED", message=raised)
+    return replace(result, failure=failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,7 @@ def conditional(
         name=named,
         description=description or "Conditional tool execution based on runtime conditions",
         result_type=ConditionalOutput,
+        longest=_longest_path([branch.tools for _, _, branch in attempts], last),
         **(_parameters_of(members[0]) if members else {"params_type": None}),
     )
 
@@ -330,6 +334,7 @@ def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
         name=_cut(f"{composed}-branch-{number + 1}"),
         description=f"Branch {number + 1} of {composed}",
         result_type=ConditionalOutput,
+        longest=_total(branch.tools),
         params_type=dict,
         input_schema={"type": "object"},
         # Only the first tool may have run when it is rolled back: the composed call reports what
@@ -463,12 +468,12 @@ def _answer(
     if done:
         message += "\nWhat the others changed in session and files was rolled back."
     failures = [each.failure for each in failed if each.failure is not None]
-    failure = ToolError(
-        failures[0].code if stop_on_error else "EXECUTION_FAILED",
-        message,
-        all(each.recoverable for each in failures),
-        tuple(dict.fromkeys(text for each in failures for text in each.suggestions)),
-    )
+    if stop_on_error:  # as the Protocol says, the answer is the member's
+        failure = failures[0]
+    else:
+        suggestions = tuple(dict.fromkeys(text for each in failures for text in each.suggestions))
+        is_recoverable = all(each.recoverable for each in failures)
+        failure = ToolError("EXECUTION_FAILED", message, is_recoverable, suggestions)
     return ToolResult(message, output(False), success=False, failure=failure)
 
 
@@ -481,24 +486,73 @@ def _composed(
     work: Work,
     *,
     name: str,
+    longest: float | None,
     timeout: float | None = None,
     **options: Any,
 ) -> AnyTool:
-    # For parallel ones as well: those that must run alone wait for each other.
-    limits = [tool.timeout for tool in members if tool.retry is None and tool.timeout is not None]
-    if timeout is None and limits and len(limits) == len(members):
-        timeout = sum(limits)
+    handler = _handler_of(work, members)
+    handler.longest = longest
     options.setdefault("reach", max((t.reach for t in members), key=_REACHES.index, default=None))
     return Tool(
         name=name,
         title=title,
-        handler=_handler_of(work, members),
+        handler=handler,
         writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index, default="api")),
         concurrent=True,  # as far as its members may: the offer asks them
         strict=False,
-        timeout=timeout,
+        timeout=longest if timeout is None else timeout,
         **options,
     )
+
+
+# How long a composed call may take: as long as its members may, if each has a limit
+
+
+def _limit(tool: AnyTool) -> float | None:
+    """Return how long a member may take, with all its retries; None if it has no limit."""
+    if tool.timeout is None:
+        return None
+    retry = tool.retry
+    waits = () if retry is None else retry.delays(lambda: 1.0)
+    return tool.timeout * (1 if retry is None else 1 + retry.max_retries) + sum(waits)
+
+
+def _total(tools: Iterable[AnyTool]) -> float | None:
+    """Return how long tools may take one after the other."""
+    limits = [_limit(tool) for tool in tools]
+    known = [limit for limit in limits if limit is not None]
+    return sum(known) if limits and len(known) == len(limits) else None
+
+
+def _longest(by_key: Mapping[str, AnyTool], max_concurrency: int | None) -> float | None:
+    """Return how long the members of a parallel tool may take.
+
+    That is the longest of them, unless they have to wait for each other.
+    """
+    most = max_concurrency or len(by_key)
+    total = _total(by_key.values())
+    if total is None:
+        return None
+    groups = [[by_key[key] for key in keys] for keys in _batches(by_key, None)]
+    return sum(
+        max(map(_within, group)) if len(group) <= most else sum(map(_within, group))
+        for group in groups
+    )
+
+
+def _longest_path(branches: Sequence[Sequence[AnyTool]], last: Sequence[AnyTool]) -> float | None:
+    """Return how long the longest way through branches may take: the first tools of those that do
+    not match have run before.
+    """
+    if _total([tool for branch in (*branches, last) for tool in branch]) is None:
+        return None
+    firsts = [_within(branch[0]) for branch in branches]
+    ways = [*branches, last] if last else branches
+    return max(sum(firsts[:number]) + sum(map(_within, way)) for number, way in enumerate(ways))
+
+
+def _within(tool: AnyTool) -> float:
+    return _limit(tool) or 0.0
 
 
 def _cut(name: str) -> str:
@@ -511,10 +565,6 @@ def _cut(name: str) -> str:
 
 def _title(tool: AnyTool) -> str:
     return tool.title if hasattr(tool.handler, "composed_of") else tool.name
-
-
-def _names(tools: Iterable[AnyTool]) -> str:
-    return ", ".join(tool.name for tool in tools)
 
 
 def _members(kind: str, tools: Iterable[AnyTool]) -> tuple[AnyTool, ...]:

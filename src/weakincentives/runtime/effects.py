@@ -136,10 +136,10 @@ async def follow_up(
     transaction_under_way.set(None)
     for effect, result in transaction.after_commit:
         try:
+            if isinstance(effect, CascadeEffect) and not effect.triggers(result):
+                continue
             if isinstance(effect, CascadeEffect) and effect.apply is None:
-                request, offers = cascaded(effect, result, transaction.around.offers)
-                if request is not None:
-                    await call(request, offers)
+                await call(*cascaded(effect, result, transaction.around.offers))
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:
@@ -152,10 +152,8 @@ async def follow_up(
 
 def cascaded(
     effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, Offer]
-) -> tuple[ToolCall | None, Mapping[str, Offer]]:
-    """Return the call of a cascade, if its condition holds, and the tools it can name."""
-    if effect.trigger_condition is not None and not effect.trigger_condition(result):
-        return None, offers
+) -> tuple[ToolCall, Mapping[str, Offer]]:
+    """Return the call of a cascade, and the tools it can name."""
     tool, arguments = effect.trigger_tool, effect.arguments
     params = arguments(result) if callable(arguments) else arguments
     if isinstance(tool, str):

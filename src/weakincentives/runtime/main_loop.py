@@ -21,6 +21,7 @@ from weakincentives.runtime.evaluation import RunConfig
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from weakincentives.media import Content
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.runtime.conversation import PromptResponse
     from weakincentives.runtime.evaluation import RunOptions
@@ -35,12 +36,24 @@ _logger = get_logger(__name__)
 class Evaluator(Protocol):
     """The part of an adapter that the loop uses."""
 
+    # With ``message``, though the loop gives none: without it, pyright takes it for one of the
+    # options, and rejects every adapter.
     def evaluate(
-        self, prompt: Prompt[OutT], session: Session, **options: Unpack[RunOptions]
+        self,
+        prompt: Prompt[OutT],
+        session: Session,
+        *,
+        message: Content | None = None,
+        **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]: ...
 
     async def aevaluate(
-        self, prompt: Prompt[OutT], session: Session, **options: Unpack[RunOptions]
+        self,
+        prompt: Prompt[OutT],
+        session: Session,
+        *,
+        message: Content | None = None,
+        **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]: ...
 
 

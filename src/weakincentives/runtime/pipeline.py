@@ -64,7 +64,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
                 try:
                     answer = tool.handler(transaction.params, context=transaction.bound)  # type: ignore[misc]
                 except StopIteration as error:  # which a coroutine cannot let through
-                    raise RuntimeError(f"the handler raised StopIteration: {error}") from error
+                    raise RuntimeError(str(error) or "StopIteration") from error
             result = answers.checked(tool, answer)
             transaction.succeeded = True
             if tool.effects:
@@ -169,9 +169,10 @@ async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -
     found = await validate_preconditions(tool, transaction.bound, transaction.params)
     failed = tuple(map(str, found.failed))
     if not found.can_proceed:
-        problem = f"Tool preconditions not met: {'; '.join(failed)}"
+        problem, code = "Tool preconditions not met", "PRECONDITION_FAILED"
         suggestions = [each.precondition.description for each in found.failed]
-        raise Refusal(problem, code="PRECONDITION_FAILED", suggestions=suggestions)
+        said = f"{problem}: {'; '.join(failed)}"
+        raise Refusal(said, code=code, suggestions=suggestions, problem=problem)
     if failed:
         transaction.degraded = transaction.bound.__dict__["degraded"] = failed
 
@@ -242,6 +243,7 @@ async def undo(transaction: Transaction, error: BaseException) -> Transaction | 
         transaction.roll_back(None)
         transaction.signal.cancel(result.message)
         return transaction.next_attempt(wait)
+    answers.log(transaction, result, error)
     _roll_back(transaction, result)
     return None
 

@@ -468,7 +468,7 @@ class ToolRegistry:
             return tool
         found = self.get(tool)
         if found is None:
-            raise KeyError(f"Tool '{tool}' is not registered")
+            raise KeyError(f"Tool '{tool}' not found")
         return found
 
     # To sections and back

@@ -177,6 +177,8 @@ async def apply_effects(
     with tool_transaction(context.session, context.resources, tag=f"effects:{tool.name}"):
         try:
             for effect in sorted(tool.effects, key=lambda each: each.after_commit):
+                if isinstance(effect, CascadeEffect) and not effect.triggers(result):
+                    continue
                 if isinstance(effect, CascadeEffect) and effect.apply is None:
                     cascades.append(effect)
                 else:
@@ -187,9 +189,8 @@ async def apply_effects(
             raise
     for cascade in cascades:
         call, offers = cascaded(cascade, result, context.offers)
-        if call is not None:
-            await _OneCall(call, offers, context).arun()
-            applied.append(cascade)
+        await _OneCall(call, offers, context).arun()
+        applied.append(cascade)
     return tuple(applied)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from logging import DEBUG
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal, ToolTimeout
+from weakincentives.filesystem.paths import shown
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
@@ -266,7 +268,11 @@ def wait_before_retry(
     deadline = transaction.context.deadline
     if deadline is not None and deadline.remaining() <= wait:
         return None  # the deadline comes before the next attempt
-    _logger.info("tool %s failed (%s); retried in %.3g s", tool.name, failure.code, wait)
+    # Quietly: a traceback is for a call that fails in the end.
+    trace = error if _logger.isEnabledFor(DEBUG) else None
+    said = shown(result.message.partition("\n")[0])
+    retried = "tool %s failed (%s), and is retried in %.3g s: %s"
+    _logger.info(retried, tool.name, failure.code, wait, said, exc_info=trace)
     return wait
 
 

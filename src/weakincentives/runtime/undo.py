@@ -41,14 +41,28 @@ def committed_of(chosen: Sequence[Call]) -> list[Committed]:
     return [each.committed for each in chosen if each.committed is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What an undo or a rewind would change in files."""
+
+    changes: Sequence[FileChange] = ()
+    staying: tuple[str, ...] = ()
+    """Paths that were changed outside of calls since, and would stay."""
+
+
 def preview_undo(
     calls: Calls, chosen: Sequence[Call], *, force: bool = False, detail: Detail | None = None
-) -> Sequence[FileChange]:
+) -> Preview:
     """Return how undoing calls would change files; raises UndoRefused as undoing would."""
     history, committed = calls.history_on(chosen[-1].branch), committed_of(chosen)
-    if not force and (in_the_way := history.changed_since(committed)):
-        raise UndoRefused(in_the_way)
-    return history.diff(committed, reverse=True, detail=detail, raw=True)
+    if not force and (obstacles := history.obstacles(committed)):
+        raise UndoRefused(obstacles)
+    staying = () if force else tuple(history.changed_since(committed))
+    return _previewed(history.diff(committed, reverse=True, detail=detail, raw=True), staying)
+
+
+def _previewed(changes: Sequence[FileChange], staying: tuple[str, ...]) -> Preview:
+    return Preview([each for each in changes if each.path not in staying], staying)
 
 
 def undoes_rewind(calls: Calls, call: Call) -> bool:
@@ -67,15 +81,6 @@ def undoes_rewind(calls: Calls, call: Call) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class RewindPreview:
-    """What a rewind would change in files."""
-
-    changes: Sequence[FileChange] = ()
-    staying: tuple[str, ...] = ()
-    """Paths that were changed outside of calls since, and would stay."""
-
-
 def preview_rewind(
     calls: Calls,
     call: Call,
@@ -85,7 +90,7 @@ def preview_rewind(
     parts: Parts = "all",
     force: bool = False,
     detail: Detail | None = None,
-) -> RewindPreview:
+) -> Preview:
     """Return what rewinding a run to a call would change.
 
     Raises:
@@ -93,13 +98,13 @@ def preview_rewind(
         UndoRefused: Other calls have changed the same files since.
     """
     if parts == "conversation":
-        return RewindPreview()
+        return Preview()
     history = calls.history_of(call)
     undone = since(moment_of(call), run.index, history.newest_first(), before=before)
     edited = history.changed_since(undone)
     if not force and any(edited.values()):
         raise UndoRefused({path: by for path, by in edited.items() if by})
     if not undone:
-        return RewindPreview()
+        return Preview()
     changes = history.diff(undone, reverse=True, detail=detail, raw=True)
-    return RewindPreview(changes, () if force else tuple(edited))
+    return _previewed(changes, () if force else tuple(edited))

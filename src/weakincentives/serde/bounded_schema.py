@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 from weakincentives.errors import InvalidPattern, ParseError
-from weakincentives.serde.problems import shown
+from weakincentives.serde.problems import MISSING, shown
 from weakincentives.serde.typed import dump
 from weakincentives.text import counted_repeats, linear_matcher
 
@@ -127,7 +127,7 @@ class BoundedSchema:
         elif rule == "type":
             yield path, f"Expected type {_either(wanted)}, got {shown(value)}"
         elif rule == "required":
-            yield from ((prefix + n, "Required field is missing") for n in wanted if n not in value)
+            yield from ((prefix + n, MISSING) for n in wanted if n not in value)
         elif rule == "additionalProperties" and wanted is False:
             known = error.schema.get("properties", ())
             patterns = error.schema.get("patternProperties", ())

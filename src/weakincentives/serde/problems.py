@@ -19,6 +19,7 @@ Node: TypeAlias = dict[str, Any]
 Path: TypeAlias = tuple[str | int, ...]
 _Error: TypeAlias = Mapping[str, Any]
 
+MISSING = "Required field is missing"
 _SHOWN = 60
 _BRANCH = "\0"
 """Begins the label of a union's branch; its number and the name of its class follow."""
@@ -251,7 +252,7 @@ def _sentences(core: Node, name: str, group: list[_Error]) -> list[str]:
 def _sentence(core: Node, error: _Error) -> str:
     match error["type"]:
         case "missing":
-            return "Required field is missing"
+            return MISSING
         case "unexpected_keyword_argument" | "extra_forbidden":
             return _unknown(core, error["loc"])
         case "json_invalid":

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,12 @@ import pytest
 
 from ordinary_user import OrdinaryUser, place_for_others
 from weakincentives.contrib.tools import Sandbox, SandboxLimits, SandboxSettings, find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import (
+    Bubblewrap,
+    Namespaces,
+    Podman,
+    SystemFiles,
+)
 from weakincentives.contrib.tools.sandbox.limits import SandboxWatch, cgroup_mounts, sweep_cgroups
 from weakincentives.contrib.tools.sandbox.seccomp import (
     REFUSED,
@@ -718,6 +725,57 @@ def test_the_kernel_cannot_be_set_up_otherwise(box: Box):
         """
 
     assert box.said(code, *places) == []
+
+
+IN_PROC = """
+    import json, os
+    found = []
+    for folder in ("/proc", *(each.path for each in os.scandir("/proc") if each.is_dir())):
+        if folder[6:].isdigit() or os.path.islink(folder):
+            continue
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if os.path.islink(path) or os.path.isdir(path) or os.path.samefile(path, "/dev/null"):
+                continue
+            secret = folder == "/proc" and not os.stat(path).st_mode & 0o004
+            for mode in (os.O_WRONLY, *([os.O_RDONLY] if secret else [])):
+                try:
+                    os.close(os.open(path, mode | os.O_NONBLOCK))
+                    found.append(path)
+                except OSError:
+                    pass
+    print(json.dumps(found))
+    """
+
+
+def test_root_has_no_more_rights_in_proc_than_others(box: Box):
+    """To the kernel, a command on root's files is one of root's processes."""
+    assert box.said(IN_PROC) == []
+
+
+def test_what_proc_has_is_covered_when_a_command_starts(box: Box):
+    """A driver that is loaded later brings entries of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can hide what is in /proc")
+    kits: list[SystemFiles] = []
+    thread = threading.Thread(target=lambda: kits.append(_made_without_proc()))
+    thread.start()
+    thread.join()
+    engines = {"namespaces": Namespaces, "bubblewrap": Bubblewrap}
+    make = engines.get(box.sandbox.name, lambda kit: Podman(kit, None))
+    sandbox = replace(box.sandbox, engine=make(kits[0]))
+
+    assert Box(sandbox, box.files).said(IN_PROC) == []
+
+
+def _made_without_proc() -> SystemFiles:
+    """Make the files of the engines while this thread, and it alone, sees nothing in /proc."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private, new_mounts = 0x4_0000 | 0x4000, 0x2_0000
+    assert libc.unshare(new_mounts) == 0
+    assert libc.mount(b"none", b"/", None, private, None) == 0
+    assert libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) == 0
+    return SystemFiles()
 
 
 KEYS = {"x86_64": (248, 250), "aarch64": (217, 219)}

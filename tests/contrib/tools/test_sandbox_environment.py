@@ -527,6 +527,118 @@ def test_what_the_owner_of_the_workspace_cannot_read_is_not_shown():
     assert "cannot read it" in seen.refused[0][1]
 
 
+# Another project beside this one
+
+
+def other_project(place: Path) -> Path:
+    """Make a project that is itself an environment, with a secret."""
+    write(place / ".env", "TOKEN=top secret")
+    write(place / "src/app.py", "x = 1")
+    interpreter(place)
+    return place
+
+
+@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize("inner", ["", ".venv", "env"])
+def test_a_link_does_not_show_the_environment_of_another_project(
+    project: Project, tmp_path: Path, inner: str, active: bool
+):
+    """Not even if a shell has followed the link, and says that the environment is active."""
+    other = other_project(tmp_path / "other")
+    place = venv(other / inner, "/usr/bin") if inner else other
+    if not inner:
+        write(other / "pyvenv.cfg", "home = /usr/bin\n")
+    (project.root / ".venv").symlink_to(f"../other/{inner}")
+    if active:
+        project.variables["VIRTUAL_ENV"] = str(project.root / ".venv")
+
+    seen = project.seen()
+
+    assert [mount for mount in seen.mounts if mount[0] != "link"] == []
+    assert seen.refused[0][0] == str(project.root / ".venv")
+    assert f"it leads to {place}, which is not in the workspace" in seen.refused[0][1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda root, other: venv(root / ".venv", other / "bin"),
+        lambda root, other: venv(root / ".venv", "/usr/bin", other / "bin/python3.12"),
+        lambda root, other: venv(root / ".venv", other / "src", "/usr/bin/python3"),
+        lambda root, other: venv(root / ".venv", other / "bin/../src", "/usr/bin/python3"),
+        lambda root, other: redirected(root / ".venv", other / "bin"),
+        lambda root, other: (other / "conda-meta").mkdir() or (root / "env").symlink_to(other),
+    ],
+)
+@pytest.mark.parametrize("place", ["other", "3.12", "home/3.12"])
+def test_the_interpreter_of_a_project_is_never_another_project(
+    project: Project, tmp_path: Path, name, place: str
+):
+    name(project.root, other_project(tmp_path / place))
+
+    seen = project.seen()
+
+    assert [mount for mount in seen.mounts if mount[0] != "link"] == []
+    assert seen.refused
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, "home/.virtualenvs/shop"),
+        ({}, "home/.cache/pypoetry/virtualenvs/shop-py3.12"),
+        ({"WORKON_HOME": "{}/envs"}, "envs/shop"),
+        ({"PYENV_ROOT": "{}/pyenv"}, "pyenv/versions/shop"),
+    ],
+)
+def test_a_link_may_lead_to_where_environments_usually_are(
+    project: Project, tmp_path: Path, variables: dict[str, str], place: str
+):
+    project.variables |= {name: text.format(tmp_path) for name, text in variables.items()}
+    real = venv(tmp_path / place, "/usr/bin")
+    (project.root / ".venv").symlink_to(real)
+
+    assert project.seen().toolchains[0].place == str(project.root / ".venv")
+    assert set(project.seen().mounts) == {("read", str(real), str(real))}
+
+
+def test_of_an_environment_only_its_own_parts_are_shown(project: Project, tmp_path: Path):
+    """Some people make one at the top of a project, and activate it."""
+    other = other_project(tmp_path / "other")
+    write(other / "pyvenv.cfg", "home = /usr/bin\n")
+    (other / "lib64").symlink_to("lib")
+    (other / "include").symlink_to(write(tmp_path / "private/key").parent)
+    project.variables["VIRTUAL_ENV"] = str(other)
+
+    seen = project.seen()
+
+    assert seen.toolchains[0].place == str(other)
+    shown = {Path(target).name for kind, _, target in seen.mounts if kind == "read"}
+    assert shown == {"bin", "lib", "pyvenv.cfg"}
+    assert ("link", "lib", f"{other}/lib64") in seen.mounts
+
+
+def test_an_interpreter_in_its_usual_place_shows_only_its_own_parts(project: Project):
+    base = other_project(project.home / ".pyenv/versions/3.12.1")
+    venv(project.root / ".venv", base / "bin")
+
+    shown = {os.path.relpath(target, base) for _, _, target in project.seen().mounts}
+
+    assert shown == {"bin", "lib"}
+
+
+def test_commands_do_not_see_another_project(box: Box, tmp_path: Path):
+    other = other_project(tmp_path / "other")
+    write(other / "pyvenv.cfg", "home = /usr/bin\n")
+    shutil.rmtree(box.root / ".venv")
+    (box.root / ".venv").symlink_to("../other")
+
+    done = box.run("cat ../other/.env .venv/.env; ls ..")
+
+    assert "top secret" not in done.stdout
+    assert done.stdout.split() == ["work"]
+
+
 # Settings that cannot be met
 
 

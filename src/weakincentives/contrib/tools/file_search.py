@@ -10,7 +10,6 @@ from __future__ import annotations
 import mimetypes
 import os
 import re
-import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from weakincentives.contrib.tools.file_values import cut, listed
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
+from weakincentives.programs import find_program, safe_environment
 from weakincentives.text import linear_matcher, size_of
 
 BYTE_ORDER_MARK = "\ufeff"
@@ -216,7 +216,7 @@ class Search:
         if not text or len(names) < RIPGREP_MIN_FILES or root is None:
             return names
         where = root / self.files.normalize(path)
-        having = _files_with(root, where, text, self.ignore_case) if where.is_dir() else None
+        having = _files_with(where, text, self.ignore_case) if where.is_dir() else None
         if having is None:
             return names
         return [
@@ -270,13 +270,11 @@ def _root_on_disk(files: Filesystem) -> Path | None:
     return files.root
 
 
-def _files_with(root: Path, where: Path, text: str, ignore_case: bool) -> set[str] | None:
+def _files_with(where: Path, text: str, ignore_case: bool) -> set[str] | None:
     """Return the files below a directory that contain a text, or None when that is not certain."""
-    program = shutil.which("rg")
-    if program is None or not os.path.isabs(program):
+    program = find_program("rg")
+    if program is None:
         return None
-    if any(Path(each).is_relative_to(root) for each in (program, os.path.realpath(program))):
-        return None  # a model may have written it
     # Hidden and ignored files count, the user's settings do not.
     command = [program, "--no-config", "--no-ignore", "--hidden", "--fixed-strings"]
     command += ["--ignore-case"] if ignore_case else []
@@ -284,6 +282,7 @@ def _files_with(root: Path, where: Path, text: str, ignore_case: bool) -> set[st
     try:
         done = subprocess.run(
             command,
+            env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -60,13 +60,17 @@ from weakincentives.filesystem import FileStat, Filesystem, GrepMatch, MemoryFil
 from weakincentives.filesystem.paths import DEFAULT_ROOT, encode_text, shown
 from weakincentives.media import Media, sniff
 from weakincentives.prompt.approval import CallPreview
-from weakincentives.prompt.contracts import NotificationEffect, PermissionPrecondition
+from weakincentives.prompt.contracts import (
+    NotificationEffect,
+    PermissionPrecondition,
+    StatePrecondition,
+)
 from weakincentives.prompt.policies import ReadBeforeWritePolicy, content_digest, is_seen
 from weakincentives.prompt.section import SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.text import counted, size_of
-from weakincentives.tool_result import ToolResult
+from weakincentives.tool_result import ToolError, ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.session import Session
@@ -115,6 +119,13 @@ def file_write_tool(
             PermissionPrecondition(
                 description="File write permission required", permission="file:write"
             ),
+            # The handler checks it, on the files of the call.
+            StatePrecondition(
+                description="File must not exist unless overwrite is true",
+                state="file:exists",
+                critical=False,
+                check=lambda: True,
+            ),
         ],
         effects=[
             NotificationEffect(
@@ -140,7 +151,8 @@ def _write(params: FileWriteParams, *, context: ToolContext) -> ToolResult[FileW
         files.write_bytes(params.path, data)
     except (FilesystemError, ValueError) as error:
         message = f"Cannot write {shown(params.path)} as {params.encoding}: {error}"
-        return ToolResult.error(message, code="WRITE_FAILED", recoverable=False)
+        failure = ToolError("WRITE_FAILED", str(error), recoverable=False)
+        return ToolResult(message, success=False, failure=failure)
     written = FileWritten(files.normalize(params.path), len(data), context.session.clock.time())
     return ToolResult.ok(written, f"Wrote {len(data)} bytes to {written.path}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
@@ -24,6 +23,7 @@ from weakincentives.contrib.tools.outbound import (
     system_resolve,
 )
 from weakincentives.errors import MissingExtra, PageNotRead, ResourceError
+from weakincentives.programs import find_program, missing_program, safe_environment
 from weakincentives.prompt.contracts import (
     MemoryEffect,
     PermissionPrecondition,
@@ -120,8 +120,8 @@ class Browser:
                 Playwright's own is looked for when the first page is read.
         """
         _check_installed()
-        if self._executable is not None and shutil.which(self._executable) is None:
-            raise ResourceError(f"there is no program {self._executable}. {_HOW_TO_INSTALL}")
+        if self._executable is not None and find_program(self._executable) is None:
+            raise ResourceError(f"{missing_program(self._executable)}. {_HOW_TO_INSTALL}")
         return not self._closed
 
     async def read(
@@ -229,8 +229,8 @@ class Browser:
                 self._playwright = await async_api.async_playwright().start()
             try:
                 self._browser = await self._playwright.chromium.launch(
-                    executable_path=self._executable
-                    or next(filter(None, map(shutil.which, _PROGRAMS)), None),
+                    executable_path=_program(self._executable),
+                    env={**safe_environment()},
                     args=_ARGUMENTS,
                     # Root cannot use Chromium's sandbox.
                     chromium_sandbox=not (hasattr(os, "geteuid") and os.geteuid() == 0),
@@ -253,6 +253,16 @@ class Browser:
         if self._playwright is not None:
             await self._playwright.stop()
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _program(executable: str | None) -> str | None:
+    """Return the browser to start; None for Playwright's own."""
+    if executable is None:
+        return next(filter(None, map(find_program, _PROGRAMS)), None)
+    found = find_program(executable)
+    if found is None:
+        raise PageNotRead(f"{missing_program(executable)}. {_HOW_TO_INSTALL}")
+    return found
 
 
 async def _content(
@@ -420,9 +430,10 @@ def web_scrape_tool(
             MemoryEffect(
                 description="Cache scraped content",
                 scope="short-term",
-                operation="update",
+                operation="write",
                 key="web:cache",
                 apply=_cache,
+                rollback=_uncache,
             )
         ],
     )
@@ -453,6 +464,14 @@ def _cache(context: ToolContext, result: ToolResult[ScrapedPage]) -> None:
         return dict([*others[1 - _CACHED_PAGES :], (page.url, entry)])
 
     context.memory.update("short-term", "web:cache", add, default={})
+
+
+def _uncache(context: ToolContext) -> None:
+    """Remove the newest entry: the one that the call has added."""
+    if context.memory is not None:
+        context.memory.update(
+            "short-term", "web:cache", lambda cached: dict([*cached.items()][:-1]), default={}
+        )
 
 
 scrape = web_scrape_tool()

@@ -12,8 +12,8 @@ import errno
 import io
 import os
 import shlex
-import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -58,6 +58,7 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, St
 from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
+from weakincentives.programs import agents_can_write, find_program, missing_program, safe_path
 
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
@@ -165,9 +166,6 @@ _ETC = (
 )  # fmt: skip
 """The parts of ``/etc`` that programs need; the rest is hidden."""
 
-_HIDDEN = {"kcore", "key-users", "keys", "kmsg", "sched_debug", "sysrq-trigger", "timer_list"}
-"""The parts of ``/proc`` that expose the whole machine, or change it."""
-
 _FILES = {
     "passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n",
     "group": "root:x:0:\nuser:x:1000:\n",
@@ -202,7 +200,6 @@ class SystemFiles:
             *(("read", os.path.abspath(path), os.path.abspath(path)) for path in read_only),
         ]
         """The parts of the host's system that a command sees."""
-        self._proc = list(_proc_covers())
 
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
         """Return the mounts of the workspace, of its protected parts, and of its toolchains."""
@@ -228,7 +225,6 @@ class SystemFiles:
             *self.system,
             *more,
             ("proc", "proc", "/proc"),
-            *self._proc,
             ("dev", "dev", "/dev"),
             ("scratch", scratch, "/dev/shm"),
             ("lock", "", "/dev"),
@@ -273,19 +269,39 @@ def _programs() -> Iterator[Mount]:
             yield "read", source, f"/etc/{name}"
 
 
-def _proc_covers() -> Iterator[Mount]:
-    """Yield mounts over the parts of ``/proc`` that a command may not see or write.
+def _proc_options(proc: str) -> Iterator[str]:
+    """Yield bubblewrap's options for a ``/proc`` like the one of our own launcher."""
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 
-    A process of root can write there even without any capability.
-    """
-    with os.scandir("/proc") as entries:
-        for entry in entries:
-            if entry.name in _HIDDEN:
-                yield "read", "/dev/null", entry.path
-            elif entry.name.isdigit() or entry.is_symlink():
-                continue
-            elif entry.is_dir() or entry.stat().st_mode & 0o222:
-                yield "read", entry.path, entry.path
+    yield from ("--proc", proc)
+    for name in hidden_in(proc):
+        # An entry that has gone by then needs no cover.
+        yield from ("--ro-bind-try", "/dev/null", f"{proc}/{name}")
+    yield from ("--remount-ro", proc)
+
+
+# Directories of /proc that the runtimes of containers make read-only by themselves.
+_READ_ONLY = {"asound", "bus", "fs", "irq", "sys", "sysrq-trigger"}
+
+
+def _masked(proc: str) -> Iterator[str]:
+    """Yield the parts of ``/proc`` to hide in a container, where it cannot be read-only."""
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
+
+    yield from (f"{proc}/{name}" for name in hidden_in(proc))
+    for name in os.listdir(proc):
+        if not name.isdigit() and name not in _READ_ONLY and _has_writable(f"{proc}/{name}"):
+            yield f"{proc}/{name}"
+
+
+def _has_writable(path: str) -> bool:
+    """Tell whether a file, or one in a directory, can be written by its owner."""
+    with suppress(OSError):
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return any(_has_writable(os.path.join(path, name)) for name in os.listdir(path))
+        return stat.S_ISREG(mode) and mode & 0o222 != 0
+    return False
 
 
 def _remove_ours(place: Path, owner: int) -> None:
@@ -315,11 +331,19 @@ def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> Non
 
 def _outside() -> dict[str, str]:
     """Return the environment of the programs that confine a command."""
-    return {"PATH": PATH, "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
+    return {"PATH": safe_path(PATH), "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
 
 
 def is_missing(program: str) -> str | None:
-    return None if shutil.which(program, path=PATH) else f"{program} is not installed"
+    return None if find_program(program, PATH) else missing_program(program, PATH)
+
+
+def _found(program: str) -> str:
+    """Return the path of a program that runs outside of the sandbox."""
+    found = find_program(program, PATH)
+    if found is None:
+        raise SandboxUnavailable(missing_program(program, PATH))
+    return found
 
 
 # The engines
@@ -342,13 +366,21 @@ class Bubblewrap(Engine):
             words = self._options(command, self.kit.environment(command, folder))
             _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = command.limits.rlimits(memory=not cgroup_files)
-            argv = ["sh", "-c", PRELUDE, "wink", str(folder / "options"), str(self.kit.filter)]
+            argv = [
+                _found("sh"),
+                "-c",
+                PRELUDE,
+                "wink",
+                str(folder / "options"),
+                str(self.kit.filter),
+            ]
             argv += [*cgroup_files, "--"]
             uid, gid = command.owner
             ours = *os.getresuid(), *os.getresgid(), *os.getgroups()
             if os.geteuid() == 0 and {uid, gid, *ours} != {0}:
-                argv += ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
-            argv += ["bwrap", "--args", "8", "--", "prlimit"]
+                argv += [_found("setpriv"), f"--reuid={uid}", f"--regid={gid}"]
+                argv += ["--clear-groups", "--"]
+            argv += [_found("bwrap"), "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
             argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *command.argv]
             events = CgroupEvents(cgroup_files)
@@ -373,6 +405,8 @@ class Bubblewrap(Engine):
                 options += ["--size", source, "--tmpfs", target]
             elif kind == "lock":
                 options += ["--remount-ro", target]
+            elif kind == "proc":
+                options += _proc_options(target)
             else:
                 options += [f"--{kind}", target]
         return [*options, "--chdir", command.cwd]
@@ -482,12 +516,13 @@ class Podman(Engine):
             remove_cgroups(group)
 
     def _podman(self, place: Path) -> list[str]:
-        runtime = "crun" if is_missing("runc") else "runc"
+        runtime = _found("crun" if is_missing("runc") else "runc")
         # Its mounts and helper processes end with it. Without root it does that itself.
-        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
+        apart = [_found("unshare"), "--mount", "--pid", "--fork", "--kill-child"]
+        apart += ["--mount-proc", "--"]
         return [
             *(apart if os.geteuid() == 0 else []),
-            "podman",
+            _found("podman"),
             f"--root={place}/storage",
             f"--runroot={place}/run",
             f"--runtime={runtime}",
@@ -505,6 +540,7 @@ class Podman(Engine):
         options += ["--network=none", "--no-hosts", "--hostname=sandbox", "--unsetenv-all"]
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--security-opt=seccomp={self._profile}"]
+        options += [f"--security-opt=mask={':'.join(_masked('/proc'))}"]
         options += ["--read-only", "--read-only-tmpfs=false", f"--shm-size={limits.scratch}"]
         # What is mounted below it is made there, not copied: its owner may have no number inside.
         options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch},notmpcopyup"]
@@ -553,7 +589,7 @@ class Podman(Engine):
 
 @cache
 def _image_store() -> str:
-    ask = ["podman", "info", "--format={{.Store.GraphRoot}}"]
+    ask = [_found("podman"), "info", "--format={{.Store.GraphRoot}}"]
     return subprocess.run(ask, env=_outside(), capture_output=True, text=True).stdout.strip()
 
 
@@ -626,6 +662,8 @@ class Sandbox:
             user = owner if os.geteuid() == 0 and owner != 0 else None
             settings = replace(self.settings, engine=self.name)
             found = project_environment(settings, root, store=store or location_of(root), user=user)
+            for place in found.writable:
+                agents_can_write(place)
             path = f"{found.env['PATH']}:{os.path.dirname(self.python)}".rstrip(":")
             self._known[root, store] = found = replace(found, env={**found.env, "PATH": path})
         return found

@@ -2,15 +2,15 @@
 
 The workspace is not trusted: a cloned repository can have any ``pyvenv.cfg``, ``.python-version``
 or link. So what these name is shown only if it is a toolchain: a directory with a real interpreter
-that is not a home directory, and contains neither the workspace nor our state. Toolchains are
-always read-only.
+that is not a home directory, and contains neither the workspace nor our state; in the workspace, or
+where interpreters and environments usually are. Of a toolchain only its own parts are shown: a
+project's directory may be an environment itself. Toolchains are always read-only.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,10 @@ from typing import Literal
 
 from weakincentives.contrib.tools.sandbox.settings import SandboxSettings
 from weakincentives.filesystem.paths import DEFAULT_ROOT, MAX_LINKS
+from weakincentives.programs import SYSTEM_PATH, find_program, safe_path
 from weakincentives.state import our_code, our_environment, our_secrets
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = SYSTEM_PATH
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
 """The environment of every command; nothing of ours."""
 
@@ -36,6 +37,17 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _KERNEL = ("/proc", "/dev", "/sys", "/run", "/boot")
 # A directory that has one of these is somebody's home.
 _PERSONAL = (".ssh", ".gnupg", ".aws", ".config", ".netrc", ".bash_history", ".profile", ".bashrc")
+
+# The parts of an environment or of an interpreter. Not conda-meta and etc: users keep tokens there.
+_PARTS = re.compile(
+    r"bin|include|lib|lib32|lib64|libexec|man|share|ssl|pyvenv\.cfg|[a-z0-9_]+(-[a-z0-9_]+)?-linux-gnu"
+)
+_BESIDE = re.compile(
+    r"BUILD|LICEN[CS]E(\.\w+)?|README(\.\w+)?|CHANGELOG(\.\w+)?|CACHEDIR\.TAG|\.gitignore|\.lock"
+)
+"""Files beside those parts that tell nothing."""
+_VERSION = re.compile(r"([a-z]*py[a-z]*|v)?[-@.]?\d+\.\d+\S*", re.IGNORECASE)
+"""What people call the directory of an interpreter: ``3.12.1``, ``cpython-3.12.4-linux``."""
 
 Mount = tuple[Literal["read", "write", "link", "scratch", "proc", "dev", "lock"], str, str]
 """Kind, source and target: a ``read``-only or ``write``-able file or directory of the host, a
@@ -101,7 +113,8 @@ def project_environment(
         environment: The variables of this process.
     """
     secrets = tuple(os.path.realpath(each) for each in (*our_secrets(), store) if each)
-    search = _Search(root, secrets, environment, user)
+    theirs = [os.fspath(root), *map(os.path.realpath, _paths(settings.write, root))]
+    search = _Search(root, secrets, environment, user, theirs)
     if settings.detect and settings.image is None:
         search.look()
     mounts: list[Mount] = []
@@ -259,9 +272,16 @@ class _Search:
     """Finds the toolchains of a workspace."""
 
     def __init__(
-        self, root: Path, secrets: Sequence[str], environment: Mapping[str, str], user: int | None
+        self,
+        root: Path,
+        secrets: Sequence[str],
+        environment: Mapping[str, str],
+        user: int | None,
+        theirs: Sequence[str],
     ) -> None:
         self.root = os.fspath(root)
+        self._theirs = theirs
+        """Directories that commands can write to: what is there does not decide what they see."""
         self.found: list[Toolchain] = []
         self.refused: list[tuple[str, str]] = []
         self._environment = environment
@@ -292,7 +312,7 @@ class _Search:
     ) -> bool:
         """Add a toolchain and return True, unless there is a problem with it.
 
-        By default its programs are in ``bin``, and all of it is shown.
+        By default its programs are in ``bin``, and its own parts are shown.
         """
         for problem in filter(None, problems):
             self.refused.append((place, problem))
@@ -303,7 +323,7 @@ class _Search:
             source=source,
             path=(path or f"{place}/bin",),
             env=env or {},
-            shown=(place,) if shown is None else tuple(shown),
+            shown=tuple(_parts(place) if shown is None else shown),
         )
         self.found.append(found)
         return True
@@ -312,7 +332,8 @@ class _Search:
         return self._environment.get(name) or os.path.join(self._home, default)
 
     def _which(self, program: str) -> str | None:
-        return shutil.which(program, path=self._environment.get("PATH", PATH))
+        """Return a program that the user has, and no project."""
+        return find_program(program, safe_path(self._environment.get("PATH", PATH)))
 
     # What may be shown
 
@@ -340,6 +361,54 @@ class _Search:
             return "it has no Python interpreter with its library"
         return self._problem(prefix)
 
+    # What a project names
+
+    def _is_theirs(self, path: str) -> bool:
+        """Tell whether a path is where commands can write, or leads through a link there."""
+        links = [link for link, _ in _links_on(path)]
+        return any(_is_in(each, self._theirs) for each in (path, os.path.realpath(path), *links))
+
+    def _link_problem(self, place: str) -> str | None:
+        """Return why an environment that is not where it seems to be is not shown."""
+        real = os.path.realpath(place)
+        if self.is_visible(real) or _is_in(real, self._theirs) or not self._is_theirs(place):
+            return None
+        if _is_in(os.path.dirname(real), self._usual_places()):
+            return None
+        return f"it leads to {real}, which is not in the workspace: add that to `read` and `path`"
+
+    def _is_usual_interpreter(self, prefix: str) -> bool:
+        """Tell whether a directory is where interpreters are, or is nothing but an interpreter."""
+        if self.is_visible(prefix) or _is_in(os.path.dirname(prefix), self._usual_places()):
+            return True
+        ours = map(os.fspath, our_environment())
+        return prefix in ours or bool(
+            _VERSION.fullmatch(os.path.basename(prefix)) and _is_pure(prefix)
+        )
+
+    def _usual_places(self) -> list[str]:
+        """Return where interpreters and environments are kept for all projects of a user."""
+        data = self._variable("XDG_DATA_HOME", ".local/share")
+        cache = self._variable("XDG_CACHE_HOME", ".cache")
+        conda = [self._environment.get(name, "") for name in ("CONDA_EXE", "MAMBA_ROOT_PREFIX")]
+        places = [
+            f"{self._variable('PYENV_ROOT', '.pyenv')}/versions",
+            self._variable("UV_PYTHON_INSTALL_DIR", f"{data}/uv/python"),
+            f"{self._variable('ASDF_DATA_DIR', '.asdf')}/installs/python",
+            *(f"{data}/{each}" for each in ("mise/installs/python", "virtualenvs", "pdm/venvs")),
+            f"{data}/hatch/env/virtual",
+            f"{self._home}/.rye/py",
+            self._variable("WORKON_HOME", ".virtualenvs"),
+            f"{cache}/pypoetry/virtualenvs",
+            *(f"{os.path.dirname(os.path.dirname(conda[0]))}/envs" for _ in conda[:1] if conda[0]),
+            *(f"{conda[1]}/envs" for _ in conda[1:] if conda[1]),
+            *(f"{self._home}/{each}/envs" for each in _CONDA),
+            "/opt",
+            "/nix/store",
+            "/home/linuxbrew/.linuxbrew",
+        ]
+        return [os.path.realpath(each) for each in places]
+
     # Python
 
     def _python(self) -> None:
@@ -347,10 +416,11 @@ class _Search:
             if _is_conda(place):
                 problem = self._python_problem(place)
                 env = {"CONDA_PREFIX": place, "CONDA_DEFAULT_ENV": os.path.basename(place)}
-                name, shown = "conda", [place]
+                name, shown = "conda", _parts(place)
             else:
                 name, env = "virtual environment", {"VIRTUAL_ENV": place}
                 problem, shown = self._venv(place)
+            problem = problem or self._link_problem(place)
             if self._add(name, place, source, problem, env=env, shown=shown):
                 return
         for source, prefix in self._interpreters():
@@ -381,14 +451,20 @@ class _Search:
         problem = self._problem(place)
         bases = {os.path.dirname(os.path.realpath(program)), os.path.realpath(home)}
         bases -= {f"{os.path.realpath(place)}/bin"}  # a copy of the interpreter
+        by_project = self._is_theirs(f"{place}/pyvenv.cfg") or self._is_theirs(program)
+        shown = _parts(place)
         for base in sorted(bases):
             prefix = os.path.dirname(base)
             if problem is None and not os.path.isdir(base):
                 problem = f"its interpreter is gone from {base}: make the environment again"
             if problem is None and (why := self._python_problem(prefix)):
                 problem = f"its interpreter is in {prefix}: {why}"
-        prefixes = [os.path.dirname(base) for base in bases]
-        return problem, [place, *prefixes, program, home]
+            if problem is None and os.path.basename(base) != "bin":
+                problem = f"its interpreter is in {base}, which is not a directory of programs"
+            if problem is None and by_project and not self._is_usual_interpreter(prefix):
+                problem = f"its interpreter is in {prefix}, {_UNUSUAL}"
+            shown += _parts(prefix)
+        return problem, [*shown, program, home]
 
     def _interpreters(self) -> Iterator[tuple[str, str]]:
         """Yield the prefixes of interpreters outside of environments, and how they were found."""
@@ -463,6 +539,37 @@ class _Search:
         env = {"GOMODCACHE": modules} if modules in shown else {}
         problems = (problem, *map(self._problem, shown))
         self._add("Go", prefix, "PATH", *problems, env=env, shown=shown)
+
+
+_CONDA = (".conda", "anaconda3", "mambaforge", "micromamba", "miniconda3", "miniforge3")
+_UNUSUAL = "where no interpreters are kept: add that to `read`, and its programs to `path`"
+
+
+def _parts(place: str) -> list[str]:
+    """Return what commands see of an environment or interpreter: its own parts."""
+    if _is_pure(place):
+        return [place]
+    real = os.path.realpath(place)
+    with suppress(OSError):
+        names = sorted(filter(_PARTS.fullmatch, os.listdir(real)))
+        # A part that is a link leads nowhere else.
+        within = [n for n in names if _is_below(os.path.realpath(f"{real}/{n}"), real)]
+        return [os.path.join(place, name) for name in within]
+    return []
+
+
+def _is_pure(place: str) -> bool:
+    """Tell whether an environment or interpreter has its directory for itself."""
+    try:
+        with os.scandir(place) as entries:
+            return all(
+                _BESIDE.fullmatch(each.name)
+                if not _PARTS.fullmatch(each.name)
+                else _is_below(os.path.realpath(each.path), os.path.realpath(place))
+                for each in entries
+            )
+    except OSError:
+        return False
 
 
 def _is_conda(place: str) -> bool:

@@ -12,6 +12,7 @@ import marshal
 import os
 import resource
 import select
+import stat
 import struct
 import sys
 
@@ -40,6 +41,16 @@ CAPABILITY_VERSION = 0x2008_0522
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
 READY = b"ready"
 IDLE = 600.0  # seconds without a command after which a zygote exits
+# The parts of /proc that expose the whole machine, or change it.
+HIDDEN = (
+    "kcore",
+    "key-users",
+    "keys",
+    "kmsg",
+    "sched_debug",
+    "sysrq-trigger",
+    "timer_list",
+)
 AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP = 2, 2, 0x8914, 1
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -336,9 +347,35 @@ def _add(kind: str, source: str, target: str) -> None:
         if kind == "scratch":
             _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={source}")
         elif kind == "proc":
-            _mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            _build_proc(target)
         else:
             _build_dev(target)
+
+
+def _build_proc(proc: str) -> None:
+    own = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount("proc", proc, "proc", own)
+    for name in hidden_in(proc):
+        _bind("/old/dev/null", f"{proc}/{name}", MS_RDONLY | MS_NOSUID | MS_NODEV)
+    # All of it: a driver may add more while the command runs.
+    _mount("none", proc, None, MS_REMOUNT | MS_BIND | MS_RDONLY | own)
+
+
+def hidden_in(proc: str) -> list[str]:
+    """Return the entries that ``/proc`` has now and a command may not read.
+
+    A process of root, without any capability, can still read what only root can.
+    """
+    found: list[str] = []
+    for name in os.listdir(proc):
+        if not name.isdigit():
+            try:
+                mode = os.lstat(f"{proc}/{name}").st_mode
+            except FileNotFoundError:  # its driver has just gone
+                continue
+            if name in HIDDEN or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
+                found.append(name)
+    return found
 
 
 def _build_dev(dev: str) -> None:

@@ -1,0 +1,261 @@
+"""Find the programs that we start outside of a sandbox: never one that an agent can have written.
+
+An agent may write to its workspace, to the environment of a project, and to the directories that
+its sandbox lets it change. One of these is often in ``PATH``, as when a virtual environment is
+active: a ``git`` planted there would run outside of every sandbox. So each program is found here,
+at an absolute path that leads through none of these places, and gets an environment that names none
+of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from weakincentives.errors import StateUnavailable
+from weakincentives.logs import get_logger
+from weakincentives.state import our_code, our_environment, stores_of
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where the system's own programs are."""
+
+_ENVIRONMENTS = (".venv", "venv", "env", ".env")
+"""What the Python environment of a project is called."""
+_MAX_LINKS = 40
+_LISTS = re.compile(r"PATH|PYTHONPATH|NODE_PATH|PERL5LIB|RUBYLIB|(LD|DYLD)_[A-Z_]*(PATH|LIBRARIES)")
+"""Variables with a list of directories that programs load code from."""
+_COMMANDS = ("BROWSER", "EDITOR", "VISUAL")
+"""Variables with commands, or a list of them; they are for the programs that ask people."""
+# Variables that name code to run, or options that do; a program of ours needs none of them.
+_CODE = re.compile(
+    r"GIT_.*|(LD|DYLD)_.*|PYTHON(STARTUP|HOME|USERBASE|INSPECT|BREAKPOINT|PLATLIBDIR|EXECUTABLE)"
+    r"|NODE_(OPTIONS|REPL_EXTERNAL_MODULE)|RIPGREP_CONFIG_PATH|BASH_ENV|BASH_FUNC_.*|ENV|PERL5(OPT|DB)"
+    r"|RUBYOPT|JAVA_TOOL_OPTIONS|_JAVA_OPTIONS|JDK_JAVA_OPTIONS|SSH_ASKPASS|LESS(OPEN|CLOSE)?|MANPAGER"
+    r"|PAGER|GCONV_PATH|CHROMIUM_(USER_)?FLAGS|CHROME_WRAPPER"
+)
+
+_logger = get_logger(__name__)
+_writable: set[str] = set()
+_told: set[str] = set()
+
+
+def agents_can_write(directory: str | os.PathLike[str]) -> None:
+    """Note a directory that agents can change: from now on no program in it is started.
+
+    A workspace with its store in the usual place need not be noted: it is recognised by that.
+    """
+    _writable.add(os.path.realpath(directory))
+
+
+def find_program(name: str, path: str | None = None) -> str | None:
+    """Return the absolute path of a program that no agent can have written; None without one.
+
+    A program in the reach of agents is passed over with a warning; ``missing_program`` says why.
+
+    Args:
+        name: Its name, or an absolute path.
+        path: Where to look; default: ``PATH`` of this process.
+    """
+    for found in _candidates(name, path):
+        why = _why_not(found)
+        if why is None:
+            return found
+        if found not in _told:
+            _told.add(found)
+            _logger.warning("%s is not used: %s", found, why)
+    return None
+
+
+def missing_program(name: str, path: str | None = None) -> str:
+    """Return why a program was not found, and what to do."""
+    for found in _candidates(name, path):
+        if why := _why_not(found):
+            return f"{found} is not used: {why}. Install {os.path.basename(name)} elsewhere"
+    if os.path.dirname(name) and not os.path.isabs(name):
+        return f"{name} is not used: its path depends on the current directory. Give the full path"
+    return f"there is no program {name}" if os.path.dirname(name) else f"{name} is not installed"
+
+
+def safe_path(path: str | None = None) -> str:
+    """Return the directories of ``PATH`` that no agent can write to, or those of another list."""
+    given = os.environ.get("PATH", os.defpath) if path is None else path
+    places = dict.fromkeys(filter(os.path.isabs, given.split(os.pathsep)))
+    return os.pathsep.join(each for each in places if reach_of_agents(each) is None)
+
+
+def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of this process without those that make a program run another one."""
+    given = os.environ if environment is None else environment
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        if _LISTS.fullmatch(name):
+            found[name] = safe_path(value)
+        elif name in _COMMANDS:
+            if all(map(_is_safe, value.split(os.pathsep))):
+                found[name] = value
+        elif not _CODE.fullmatch(name):
+            found[name] = value
+    return found
+
+
+def _is_safe(command: str) -> bool:
+    with suppress(ValueError):  # a quote is not closed
+        return all(find_program(word) for word in shlex.split(command)[:1])
+    return False
+
+
+def reach_of_agents(path: str) -> str | None:
+    """Return why an agent may have written what is at an absolute path, or None if it cannot.
+
+    Every link on the way counts with the directory that it is in, and so does where it leads to.
+    """
+    for step in _steps(path):
+        if why := _why_writable(step):
+            return why
+    return None
+
+
+def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
+    """Return why not to run the script that an interpreter is given, or None.
+
+    Args:
+        directory: Where the interpreter starts.
+    """
+    if not _INTERPRETERS.fullmatch(os.path.basename(program)):
+        return None
+    for word in arguments:
+        script = os.path.join(directory, word)
+        if os.path.isfile(script) and (why := reach_of_agents(script)):
+            return f"{script} is not run: {why}. Move it elsewhere"
+    return None
+
+
+_INTERPRETERS = re.compile(r"(python|pypy)[\d.]*t?|node|nodejs|bun|deno|ruby|perl|[a-z]*sh")
+
+
+def _candidates(name: str, path: str | None) -> Iterator[str]:
+    if os.path.dirname(name):
+        if os.path.isabs(name) and _is_program(name):
+            yield name
+        return
+    given = os.environ.get("PATH", os.defpath) if path is None else path
+    for place in dict.fromkeys(given.split(os.pathsep)):
+        # An empty or relative entry depends on the current directory, which may be the workspace.
+        if os.path.isabs(place):
+            names = (os.path.join(place, name + suffix) for suffix in _SUFFIXES)
+            yield from filter(_is_program, names)
+
+
+_SUFFIXES = os.environ.get("PATHEXT", ".EXE").split(os.pathsep) if os.name == "nt" else [""]
+
+
+def _is_program(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def _why_not(program: str) -> str | None:
+    """Return why a program is not used: it, or the interpreter of a script, is in reach."""
+    if why := reach_of_agents(program):
+        return why
+    with suppress(OSError), open(program, "rb") as file:
+        start = file.read(256).partition(b"\n")[0]
+        words = os.fsdecode(start[2:]).split() if start.startswith(b"#!") else []
+        # What `env` finds is in the PATH that we give it.
+        if words and not os.path.isabs(words[0]):
+            return "it is a script whose interpreter depends on the current directory"
+        if words and (why := reach_of_agents(words[0])):
+            return f"its interpreter is {words[0]}, and {why}"
+    return None
+
+
+def _steps(path: str) -> Iterator[str]:
+    """Yield what an absolute path leads through: each link, where it is, and the end."""
+    if os.name == "nt":
+        yield from (path, os.path.realpath(path))
+        return
+    done, links = "/", 0
+    todo = [name for name in reversed(path.split("/")) if name not in ("", ".")]
+    while todo:
+        name = todo.pop()
+        here = os.path.dirname(done) if name == ".." else os.path.join(done, name)
+        if name != ".." and links < _MAX_LINKS and os.path.islink(here):
+            links += 1
+            yield here
+            text = os.readlink(here)
+            todo += [each for each in reversed(text.split("/")) if each not in ("", ".")]
+            done = "/" if text.startswith("/") else done
+        else:
+            done = here
+    yield done
+
+
+def _why_writable(path: str) -> str | None:
+    """Return why agents can write to a path; the directories on the way are no links."""
+    active = _active()
+    if _is_open(path):
+        return f"everybody can write to {path}"
+    above, below = path, ""
+    while True:
+        if above in _writable or _has_store(above):
+            if not _is_ours(path, above):
+                return f"agents can write to {above}"
+        elif (above in active or _is_environment(above)) and not _is_ours(path, above):
+            return f"{above} is the environment of a project, which agents may change"
+        if below and _is_open(above, below):
+            return f"everybody can write to {above}"
+        below, above = above, os.path.dirname(above)
+        if above == below:
+            return None
+
+
+def _has_store(directory: str) -> bool:
+    """Tell whether a run has ever worked on a directory."""
+    with suppress(StateUnavailable):
+        return any(map(os.path.isdir, stores_of(directory)))
+    return False
+
+
+def _is_ours(path: str, above: str) -> bool:
+    """Tell whether a path in a directory is a part of our own installation, which is protected."""
+    for ours in map(os.fspath, (*our_code(), *our_environment())):
+        if _is_in(path, ours) and _is_in(ours, above):
+            return True
+    # The directory is inside of our code, and so all of it is.
+    return any(_is_in(above, os.fspath(each)) for each in our_code())
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip(os.path.sep) + os.path.sep)
+
+
+def _active() -> set[str]:
+    """Return the environments that are active in this process."""
+    named = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
+    return {os.path.realpath(each) for each in named if os.path.isabs(each)}
+
+
+def _is_environment(directory: str) -> bool:
+    """Tell whether a directory is the environment of a project, by its name and its parts."""
+    name = os.path.basename(directory)
+    if name == "node_modules":
+        return os.path.exists(os.path.join(os.path.dirname(directory), "package.json"))
+    parts = ("pyvenv.cfg", "conda-meta") if name in _ENVIRONMENTS else ()
+    return any(os.path.exists(os.path.join(directory, each)) for each in parts)
+
+
+def _is_open(path: str, entry: str = "") -> bool:
+    """Tell whether every user of this machine can replace what is at a path, or an entry of it."""
+    if os.name == "nt":
+        return False
+    with suppress(OSError):
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
+            return False
+        if entry and status.st_mode & stat.S_ISVTX:  # only its owner can replace an entry
+            return os.lstat(entry).st_uid not in (0, os.geteuid())
+        return True
+    return False

@@ -1,0 +1,424 @@
+"""No program that an agent can have written runs outside of a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weakincentives import __version__
+from weakincentives.errors import FilesystemError, McpServerError, ResourceError
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.checkout import clean_commit
+from weakincentives.programs import (
+    agents_can_write,
+    find_program,
+    missing_program,
+    safe_environment,
+    safe_path,
+)
+from weakincentives.state import python
+
+SOURCE = Path(__file__).parents[1] / "src" / "weakincentives"
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes and links")
+
+
+def plant(path: Path, text: str = '#!/bin/sh\n: > "$0.was-run"\nexit 1\n') -> Path:
+    """Write a program that notes that it was run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def was_run(place: Path) -> bool:
+    return any(place.rglob("*.was-run"))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    root = tmp_path / "work"
+    root.mkdir()
+    HostFilesystem(root).close()  # a run of the past: nothing is open now
+    return root
+
+
+@pytest.fixture
+def trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of programs of the user, last in ``PATH``."""
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    return plant(tmp_path / "bin/tool").parent
+
+
+# Where a program is found
+
+
+def in_a_workspace(root: Path, place: Path) -> Path:
+    return plant(root / "bin/tool").parent
+
+
+def in_its_environment(root: Path, place: Path) -> Path:
+    (root / ".venv").mkdir()
+    (root / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+    return plant(root / ".venv/bin/tool").parent
+
+
+def behind_a_link(root: Path, place: Path) -> Path:
+    (place / "mine").mkdir()
+    (place / "mine/tool").symlink_to(plant(root / "bin/tool"))
+    return place / "mine"
+
+
+def behind_a_link_to_its_directory(root: Path, place: Path) -> Path:
+    (place / "mine").symlink_to(plant(root / "bin/tool").parent)
+    return place / "mine"
+
+
+def behind_a_link_in_a_workspace(root: Path, place: Path) -> Path:
+    """The agent can make it lead elsewhere at any time."""
+    plant(place / "elsewhere/tool")
+    (root / "bin").symlink_to(place / "elsewhere")
+    return root / "bin"
+
+
+def behind_links_through_a_workspace(root: Path, place: Path) -> Path:
+    plant(place / "elsewhere/tool")
+    (root / "bin").symlink_to(place / "elsewhere")
+    (place / "mine").symlink_to("work/x/../bin")
+    (root / "x").mkdir()
+    return place / "mine"
+
+
+def in_another_environment_of_a_project(root: Path, place: Path) -> Path:
+    (place / "other/.venv").mkdir(parents=True)
+    (place / "other/.venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+    return plant(place / "other/.venv/bin/tool").parent
+
+
+def in_node_modules(root: Path, place: Path) -> Path:
+    (place / "other").mkdir()
+    (place / "other/package.json").write_text("{}")
+    return plant(place / "other/node_modules/.bin/tool").parent
+
+
+def where_everybody_can_write(root: Path, place: Path) -> Path:
+    folder = plant(place / "open/tool").parent
+    folder.chmod(0o777)
+    return folder
+
+
+def below_where_everybody_can_write(root: Path, place: Path) -> Path:
+    folder = plant(place / "open/bin/tool").parent
+    folder.parent.chmod(0o777)
+    return folder
+
+
+def that_everybody_can_write(root: Path, place: Path) -> Path:
+    plant(place / "open/tool").chmod(0o777)
+    return place / "open"
+
+
+def run_by_an_interpreter_in_a_workspace(root: Path, place: Path) -> Path:
+    python = plant(root / ".venv/bin/python")
+    return plant(place / "open/tool", f"#!{python} -u\n").parent
+
+
+def run_by_an_interpreter_of_the_current_directory(root: Path, place: Path) -> Path:
+    return plant(place / "open/tool", "#!bin/python\n").parent
+
+
+def in_a_directory_that_commands_can_change(root: Path, place: Path) -> Path:
+    folder = plant(place / "cache/tool").parent
+    agents_can_write(folder)
+    return folder
+
+
+PLACES: list[Callable[[Path, Path], Path]] = [
+    in_a_workspace,
+    in_its_environment,
+    behind_a_link,
+    behind_a_link_to_its_directory,
+    behind_a_link_in_a_workspace,
+    behind_links_through_a_workspace,
+    in_another_environment_of_a_project,
+    in_node_modules,
+    where_everybody_can_write,
+    below_where_everybody_can_write,
+    that_everybody_can_write,
+    run_by_an_interpreter_in_a_workspace,
+    run_by_an_interpreter_of_the_current_directory,
+    in_a_directory_that_commands_can_change,
+]
+
+
+@pytest.mark.parametrize("planted", PLACES, ids=lambda each: each.__name__)
+def test_a_program_that_an_agent_can_write_is_passed_over(
+    workspace: Path, tmp_path: Path, trusted: Path, caplog: pytest.LogCaptureFixture, planted
+):
+    """The next one of that name is used; without one, a line says why and what to do."""
+    folder = planted(workspace, tmp_path)
+    path = f"{folder}:{trusted}"
+
+    with caplog.at_level(logging.WARNING):
+        assert find_program("tool", path) == str(trusted / "tool")
+
+    assert f"{folder}/tool is not used: " in caplog.text
+    assert find_program("tool", str(folder)) is None
+    why = missing_program("tool", str(folder))
+    assert why.startswith(f"{folder}/tool is not used: ")
+    assert why.endswith("Install tool elsewhere")
+    assert find_program(f"{folder}/tool") is None
+
+
+@pytest.mark.parametrize("entry", ["", ".", "bin", "../work/bin"])
+def test_the_current_directory_is_never_searched(
+    workspace: Path, trusted: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+):
+    plant(workspace / "bin/tool")
+    plant(workspace / "tool")
+    monkeypatch.chdir(workspace)
+
+    assert find_program("tool", f"{entry}:{trusted}") == str(trusted / "tool")
+    assert find_program("tool", entry) is None
+    assert find_program("bin/tool", "") is None
+    assert "Give the full path" in missing_program("bin/tool")
+    assert safe_path(f"{entry}:{trusted}") == str(trusted)
+
+
+def test_the_active_environment_is_a_projects(
+    tmp_path: Path, trusted: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever it is called, and wherever it is: its programs are not for us."""
+    folder = plant(tmp_path / "envs/shop/bin/tool").parent
+    assert find_program("tool", str(folder)) is not None
+
+    monkeypatch.setenv("VIRTUAL_ENV", str(folder.parent))
+
+    assert find_program("tool", f"{folder}:{trusted}") == str(trusted / "tool")
+
+
+def test_our_own_environment_is_used_even_in_a_workspace():
+    """It is protected there: no call can change it."""
+    agents_can_write(Path(sys.prefix).parent)
+
+    assert find_program("python", f"{sys.prefix}/bin") == f"{sys.prefix}/bin/python"
+
+
+def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):
+    assert find_program("no-such-tool") is None
+    assert missing_program("no-such-tool") == "no-such-tool is not installed"
+    assert missing_program("/nowhere/tool") == "there is no program /nowhere/tool"
+
+
+def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, trusted: Path):
+    library = f"{workspace}/lib"
+    given = {
+        "PATH": f"{workspace}/bin::.:{trusted}",
+        "PYTHONPATH": f"{workspace}:src:{trusted}",
+        "LD_LIBRARY_PATH": f"{library}:/usr/lib",
+        "LD_PRELOAD": f"{library}/x.so",
+        "NODE_OPTIONS": f"--require {library}/x.js",
+        "PYTHONSTARTUP": f"{library}/x.py",
+        "RIPGREP_CONFIG_PATH": f"{library}/rg",
+        "GIT_EXTERNAL_DIFF": f"{library}/diff",
+        "GIT_SSH_COMMAND": f"{library}/ssh",
+        "PAGER": f"{library}/pager",
+        "BASH_ENV": f"{library}/rc",
+        "EDITOR": f"{plant(workspace / 'bin/edit')} -w",
+        "VISUAL": f"{trusted}/tool -w",
+        "HOME": "/home/you",
+    }
+
+    assert safe_environment(given) == {
+        "PATH": str(trusted),
+        "PYTHONPATH": str(trusted),
+        "LD_LIBRARY_PATH": "/usr/lib",
+        "VISUAL": f"{trusted}/tool -w",
+        "HOME": "/home/you",
+    }
+
+
+# Who starts programs
+
+
+@pytest.fixture
+def active(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The programs of the workspace's environment, which come first."""
+    folder = workspace / ".venv/bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_planted_git_does_not_merge_lines(workspace: Path, active: Path):
+    plant(active / "git")
+    (workspace / "a").write_text("".join(f"{n}\n" for n in range(20)))
+    with HostFilesystem(workspace) as files:
+        branch = files.branch("b")
+        branch.write("a", branch.read("a").replace("2\n", "two\n", 1))
+        (workspace / "a").write_text(files.read("a").replace("18\n", "many\n"))
+        branch.merge_into(files)
+        merged = files.read("a")
+        branch.close()
+
+    assert "two\n" in merged
+    assert "many\n" in merged
+    assert not was_run(workspace)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_planted_git_does_not_read_a_repository(workspace: Path, active: Path):
+    plant(active / "git")
+    with pytest.raises(FilesystemError, match="not a git checkout"):
+        clean_commit(workspace)
+
+    assert not was_run(workspace)
+
+
+def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path):
+    """Neither by its name, nor as the script of an interpreter, nor from the current directory."""
+    pytest.importorskip("mcp")
+    from weakincentives.mcp import McpToolsSection, StdioServer
+
+    server, script = plant(active / "server"), plant(workspace / "server.py")
+    for command, said in (
+        (["server"], f"{server} is not used: agents can write to {workspace}"),
+        ([str(server)], f"{server} is not used: agents can write to {workspace}"),
+        ([sys.executable, str(script)], f"{script} is not run: agents can write to {workspace}"),
+        (["sh", "-e", str(script)], f"{script} is not run: agents can write to {workspace}"),
+    ):
+        with pytest.raises(McpServerError, match=re.escape(said)):
+            McpToolsSection(server=command).__enter__()
+    relative = StdioServer("./.venv/bin/server", cwd=workspace)
+    with pytest.raises(McpServerError, match="agents can write to"):
+        McpToolsSection(server=relative).__enter__()
+    assert not was_run(workspace)
+
+
+def test_a_planted_module_is_not_the_mcp_server(
+    workspace: Path, active: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Python looks for modules in the directory that it is started in."""
+    pytest.importorskip("mcp")
+    from weakincentives.mcp import McpToolsSection
+
+    (workspace / "server.py").write_text("open('module.was-run', 'w')\n")
+    monkeypatch.chdir(workspace)
+
+    with pytest.raises(McpServerError, match="No module named server"):
+        McpToolsSection(server=[sys.executable, "-m", "server"]).__enter__()
+    assert not was_run(workspace)
+
+
+def test_the_browser_is_not_a_planted_one(workspace: Path, active: Path):
+    pytest.importorskip("playwright")
+    from weakincentives.contrib.tools.web import Browser
+
+    planted = plant(active / "chromium")
+
+    with pytest.raises(ResourceError, match=f"{planted} is not used: agents can write to"):
+        Browser(executable=str(planted)).is_available()
+
+
+def test_the_page_of_the_debugger_is_not_opened_by_a_planted_program(
+    workspace: Path, active: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What the desktop calls a browser is looked up in ``PATH``."""
+    from weakincentives.cli.debug import open_link
+
+    for name in ("xdg-open", "x-www-browser", "firefox", "chromium", "google-chrome", "w3m"):
+        plant(active / name)
+    link = tmp_path / "opened"
+    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >{link}\n')
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setenv("BROWSER", f"{active}/firefox")
+    open_link("http://127.0.0.1:1/")
+    monkeypatch.setenv("BROWSER", str(browser))
+
+    assert open_link("http://127.0.0.1:1/")
+    assert link.read_text() == "http://127.0.0.1:1/\n"
+    assert not was_run(workspace)
+
+
+def test_runs_that_we_start_load_no_planted_module(workspace: Path):
+    """``PYTHONPATH`` names the workspace's sources, as in many projects."""
+    for name in ("encodings", "weakincentives", "re", "sitecustomize"):
+        plant(workspace / f"src/{name}/__init__.py", "open('/dev/stdout', 'w').write('planted')")
+    program = "from weakincentives.cli.entry import main; main()"
+
+    done = subprocess.run(
+        [*python(program), "--version"],
+        env={**os.environ, "PYTHONPATH": str(workspace / "src")},
+        cwd=workspace / "src",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == f"wink {__version__}\n"
+
+
+# Review habit
+
+
+_LOOKS_UP = {
+    *("shutil.which", "os.system", "os.popen", "os.startfile", "asyncio.create_subprocess_shell"),
+    *("subprocess.getoutput", "subprocess.getstatusoutput", "os.posix_spawnp"),
+    *(
+        f"os.{how}{arguments}p{env}"
+        for how in ("exec", "spawn")
+        for arguments in "lv"
+        for env in ("", "e")
+    ),
+}
+_STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subprocess_exec"}
+_ALLOWED = {
+    "cli/demo.py": {"shutil.which"},  # only prints how to call us
+    "cli/hook.py": {"shutil.which"},  # the same
+}
+
+
+def _lookups(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {each.name for each in node.names} | {getattr(node, "module", "")}
+            found |= names & {"webbrowser", "pty", "distutils", "which"}
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {f"{node.value.id}.{node.attr}"} & _LOOKS_UP
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr not in _STARTS or not isinstance(node.func.value, ast.Name):
+            continue
+        if node.func.value.id not in ("subprocess", "asyncio"):
+            continue
+        first = node.args[0] if node.args else None
+        if isinstance(first, ast.List) and first.elts:
+            first = first.elts[0]
+        if isinstance(first, ast.Constant | ast.JoinedStr):
+            found.add(f"{ast.unparse(node.func)}({ast.unparse(first)})")
+        found |= {"shell=True" for each in node.keywords if each.arg == "shell"}
+    return found
+
+
+def test_programs_are_looked_up_in_one_place():
+    """Whatever starts a program passes it the path that ``find_program`` has returned."""
+    found = {
+        str(path.relative_to(SOURCE)): names
+        for path in SOURCE.rglob("*.py")
+        if (names := _lookups(ast.parse(path.read_text()))) and "demo_project" not in path.parts
+    }
+
+    assert {path: names - _ALLOWED.get(path, set()) for path, names in found.items()} == {
+        path: set() for path in found
+    }
