@@ -15,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # One process more than there are cores: tests wait for disks and other processes.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
-# Only `make torture` takes a new seed each time; SECONDS is shared by its five parts.
+# Only `make torture` takes a new seed each time; SECONDS is shared by its six parts.
 torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
 random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
-share = $(if $(SECONDS),$(shell expr $(SECONDS) / 5))
+share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
 limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
