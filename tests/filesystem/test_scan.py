@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import ON_DISK, elsewhere, has_xattrs, look, put
 
+from ordinary_user import OrdinaryUser
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import HostFilesystem, overlay
 from weakincentives.filesystem.scan import Noted
@@ -525,6 +526,31 @@ def test_whatever_programs_did_is_undone_exactly(calls: list[list[tuple[str, ...
                     for step in steps:
                         mutate(root, *step)
                 assert look(root) == before
+
+
+@pytest.mark.parametrize("mode", ["600", "000"])
+def test_what_is_in_a_directory_that_its_owner_cannot_enter_is_undone(
+    ordinary_user: OrdinaryUser, home: Path, mode: str
+):
+    """As after `chmod -R 644 .`; root enters everything."""
+    program = """
+import sys
+from pathlib import Path
+from weakincentives.filesystem import HostFilesystem
+root = Path(sys.argv[1])
+(root / "dir").mkdir(parents=True)
+(root / "dir/b.txt").write_text("as it was")
+with HostFilesystem(root) as fs, fs.gate:
+    view = fs.fork_in_place()
+    view.expect_external()
+    (root / "dir/b.txt").write_text("changed")
+    (root / "dir").chmod(int(sys.argv[2], 8))
+    told = fs.discard(view)
+print(told, oct((root / "dir").stat().st_mode), (root / "dir/b.txt").read_text())
+"""
+    done = ordinary_user.run("-c", program, str(home / "work"), mode, home=home)
+
+    assert done.stdout == "() 0o40755 as it was\n", done.stderr
 
 
 # Taking back a call that was kept
