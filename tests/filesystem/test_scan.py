@@ -409,7 +409,7 @@ def test_a_file_with_a_name_outside_is_the_same_file_again(root: Path, script: s
 def test_a_program_cannot_destroy_what_undoing_takes(
     root: Path, monkeypatch: pytest.MonkeyPatch, harm: str, how: str
 ):
-    monkeypatch.setattr(overlay, "SEARCH", "/nowhere")
+    monkeypatch.setattr(overlay, "SYSTEM_PATH", "/nowhere")
     before = look(root)
     with elsewhere(root) as place, HostFilesystem(root, store=place / "store") as fs, fs.gate:
         view = fs.fork_in_place()
