@@ -379,7 +379,7 @@ def run_and_kill(root: Path, statements: str, *, store: Path | None = None) -> N
     """Do something in a call of another process, which dies before the call ends."""
     program = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 import test_host_faults
 from weakincentives.filesystem import HostFilesystem
 
