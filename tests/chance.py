@@ -8,6 +8,10 @@ import time
 
 SEED = int(os.environ.get("WINK_SEED") or 0)
 """The seed of all random choices; `make torture` takes a new one, and prints it."""
+HEAVY = bool(os.environ.get("WINK_HEAVY"))
+"""Whether this is `make test-all`, or `make torture`."""
+STRIDE = 1 if HEAVY else 4
+"""For tests that go through system calls one by one: `make test` tries every fourth."""
 THOROUGH = bool(os.environ.get("WINK_THOROUGH"))
 """Whether this is `make torture`, which tries many more."""
 HAS_LIMIT = bool(os.environ.get("WINK_UNTIL"))

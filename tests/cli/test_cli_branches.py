@@ -234,6 +234,7 @@ def test_a_run_on_a_directory_in_use_works_on_a_branch(
     project: Path, wink: Wink, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("weakincentives.cli.agent.FOR_OTHERS", 0.1)  # they will not finish
+    monkeypatch.setattr("weakincentives.runtime.undo.PATIENCE", 0.1)
     with HostFilesystem(project):
         done = run(wink, [{"call": [READ, EDIT]}, "Done."])
         refused = run(wink, ["Done."], "--in-place")

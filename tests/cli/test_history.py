@@ -127,9 +127,10 @@ def test_an_undo_takes_its_turn_beside_a_run_under_way(wink: Wink, project: Path
 
 
 def test_an_undo_beside_an_agent_that_has_the_directory_alone_says_who_it_is(
-    wink: Wink, project: Path
+    wink: Wink, project: Path, monkeypatch: pytest.MonkeyPatch
 ):
     make_run(project, TURNS)
+    monkeypatch.setattr("weakincentives.runtime.undo.PATIENCE", 0.1)  # it will not end
     with HostFilesystem(project):
         done = wink("undo")
 

@@ -278,8 +278,9 @@ def test_settings_stand_in_the_directory(
 
 
 def test_a_directory_in_use_is_named_with_who_has_it(
-    project: Path, capfd: pytest.CaptureFixture[str]
+    project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("weakincentives.runtime.undo.PATIENCE", 0.1)  # it will not end
     with HostFilesystem(project):
         model = script(project, ["Hi."])
         done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", model, "--in-place")

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from trees import look
 
+from chance import HEAVY, STRIDE
 from weakincentives.errors import FilesystemError, MergeConflict, PathEscapesRoot, WinkError
 from weakincentives.filesystem import HostFilesystem, tree
 
 pytestmark = pytest.mark.sampled
 
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
 
 SECRET = "SECRET: nobody in the workspace may read this\n"
 
@@ -554,7 +554,7 @@ def test_a_directory_swapped_for_a_symlink_at_any_instant_is_never_followed(
 ):
     """The swap comes before the first system call of the operation, then before the second, ..."""
     before = look(outside)
-    for instant in range(1, 500, 1 if HEAVY else 5):
+    for instant in range(1, 500, STRIDE):
         base = tmp_path / str(instant)
         fill(base / "work")
         swap = Swap(base / "work", outside)

@@ -110,7 +110,7 @@ def over(root: Path, open_fs: Callable[[Path], HostFilesystem]) -> HostFilesyste
 
 def _without_overlays(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a system where the programs that mount an overlay are not installed.
-    monkeypatch.setattr(overlay, "SEARCH", "/nowhere")
+    monkeypatch.setattr(overlay, "SYSTEM_PATH", "/nowhere")
 
 
 def _needs_overlays(fs: HostFilesystem) -> None:
@@ -851,7 +851,7 @@ import os, sys, subprocess
 from weakincentives.filesystem import HostFilesystem, overlay
 how, root, started = sys.argv[1:]
 if how == "scan":
-    overlay.SEARCH = "/nowhere"
+    overlay.SYSTEM_PATH = "/nowhere"
 fs = HostFilesystem(root)
 view = fs.fork_in_place()
 view.write("mine", "half")
@@ -908,7 +908,7 @@ CALLER = """
 import sys
 from weakincentives.filesystem import HostFilesystem, overlay
 
-overlay.SEARCH = "/nowhere"
+overlay.SYSTEM_PATH = "/nowhere"
 fs = HostFilesystem(sys.argv[1])
 view = fs.fork_in_place()
 view.run(["sh", "-c", sys.argv[2]])

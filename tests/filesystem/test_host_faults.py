@@ -17,12 +17,12 @@ import pytest
 from trees import Seen, look
 from trees import elsewhere as another_filesystem
 
+from chance import STRIDE
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
 
 pytestmark = pytest.mark.sampled
 
-STRIDE = 1 if os.environ.get("WINK_HEAVY") else 3
 """Every system call may fail; a quick run tries each third."""
 
 ROOT = os.geteuid() == 0 if hasattr(os, "geteuid") else False
@@ -379,7 +379,7 @@ def run_and_kill(root: Path, statements: str, *, store: Path | None = None) -> N
     """Do something in a call of another process, which dies before the call ends."""
     program = f"""
 import os, signal, sys
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 import test_host_faults
 from weakincentives.filesystem import HostFilesystem
 

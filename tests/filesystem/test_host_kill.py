@@ -27,10 +27,9 @@ import pytest
 from killed_child import Call, Death, Orders, Seen, Step, Tree, build, fill, look, plan
 from trees import elsewhere
 
-from chance import SEED
+from chance import HEAVY, SEED
 from weakincentives.filesystem import HostFilesystem
 
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
 TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
 
 OURS = ("api", "api", "view", "direct", "command")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,12 +14,13 @@ from injected_child import FAILED, TEXT, change
 from trees import Seen, look, put
 
 import weakincentives as wink
+from chance import THOROUGH
 from injection import Injection, injections, needs_strace, run
 from weakincentives.filesystem import HostFilesystem
 
 pytestmark = pytest.mark.heavy
 
-EVERY = 1 if os.environ.get("WINK_THOROUGH") else 5
+EVERY = 1 if THOROUGH else 5
 """`make torture` injects at every system call."""
 FAULTS = ("signal=KILL", "error=ENOSPC", "error=EIO", "error=EMFILE")
 

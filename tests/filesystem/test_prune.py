@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from killed_child import Death
 from trees import ON_DISK, look
 
+from chance import HEAVY, SEED
 from weakincentives.clock import FakeClock
 from weakincentives.errors import ContentDamaged, FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
@@ -37,7 +38,6 @@ NOTHING = Limits()
 DAY = 86_400
 TEXT = "a line that repeats itself\n" * 1000
 
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
 TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
 
 _processes = multiprocessing.get_context("forkserver")
@@ -628,10 +628,9 @@ if TORTURE:  # `make torture`: fresh seeds are for finding things, not for passi
 
     def test_torture():
         """Fresh seeds until the time is up; a failure names its seed and keeps its directory."""
-        given = os.environ.get("WINK_SEED")
         end, histories, kills = time.monotonic() + TORTURE, 0, 0
         while time.monotonic() < end:
-            seed = int(given) if given else random.SystemRandom().randrange(1 << 32)
+            seed = SEED + histories
             base = Path(tempfile.mkdtemp(prefix=f"wink-prune-{seed}-"))
             kills += survive(base, seed)
             histories += 1

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import ON_DISK, elsewhere, has_xattrs, look, put
 
+from ordinary_user import OrdinaryUser
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import HostFilesystem, overlay
 from weakincentives.filesystem.scan import Noted
@@ -408,7 +409,7 @@ def test_a_file_with_a_name_outside_is_the_same_file_again(root: Path, script: s
 def test_a_program_cannot_destroy_what_undoing_takes(
     root: Path, monkeypatch: pytest.MonkeyPatch, harm: str, how: str
 ):
-    monkeypatch.setattr(overlay, "SEARCH", "/nowhere")
+    monkeypatch.setattr(overlay, "SYSTEM_PATH", "/nowhere")
     before = look(root)
     with elsewhere(root) as place, HostFilesystem(root, store=place / "store") as fs, fs.gate:
         view = fs.fork_in_place()
@@ -525,6 +526,31 @@ def test_whatever_programs_did_is_undone_exactly(calls: list[list[tuple[str, ...
                     for step in steps:
                         mutate(root, *step)
                 assert look(root) == before
+
+
+@pytest.mark.parametrize("mode", ["600", "000"])
+def test_what_is_in_a_directory_that_its_owner_cannot_enter_is_undone(
+    ordinary_user: OrdinaryUser, home: Path, mode: str
+):
+    """As after `chmod -R 644 .`; root enters everything."""
+    program = """
+import sys
+from pathlib import Path
+from weakincentives.filesystem import HostFilesystem
+root = Path(sys.argv[1])
+(root / "dir").mkdir(parents=True)
+(root / "dir/b.txt").write_text("as it was")
+with HostFilesystem(root) as fs, fs.gate:
+    view = fs.fork_in_place()
+    view.expect_external()
+    (root / "dir/b.txt").write_text("changed")
+    (root / "dir").chmod(int(sys.argv[2], 8))
+    told = fs.discard(view)
+print(told, oct((root / "dir").stat().st_mode), (root / "dir/b.txt").read_text())
+"""
+    done = ordinary_user.run("-c", program, str(home / "work"), mode, home=home)
+
+    assert done.stdout == "() 0o40755 as it was\n", done.stderr
 
 
 # Taking back a call that was kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import os
 import random
 import signal
 import sqlite3
@@ -21,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from log_child import STOPPED, operation
 
+from chance import THOROUGH
 from injection import injections, needs_strace, run
 from weakincentives.errors import HistoryDamaged, LogUnavailable, StaleHead, StoreRefused
 from weakincentives.log import (
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_noticed_or_harmless(tmp_path: Path, seed: int) -> None
 
 # Kills and failing disks
 
-EVERY = 1 if os.environ.get("WINK_THOROUGH") else 4
+EVERY = 1 if THOROUGH else 4
 
 
 @pytest.mark.heavy

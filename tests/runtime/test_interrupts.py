@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import linecache
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 from small_world import Noted, Plan, Step, World, make_tool, raising
 
 import weakincentives
+from chance import STRIDE
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import (
     PolicyDecision,
@@ -27,7 +27,6 @@ from weakincentives.prompt import (
 )
 from weakincentives.runtime import ToolCall, aexecute_tool
 
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
 SOURCE = str(Path(weakincentives.__file__).parent)
 
 
@@ -199,7 +198,7 @@ def test_ctrl_c_at_any_line_of_a_call_on_disk_leaves_all_or_nothing(
     the interpreter raises nothing before that.
     """
     line = 0
-    step = 1 if HEAVY else 7
+    step = STRIDE
     while True:
         line += step
         root = tmp_path / f"w{line}"

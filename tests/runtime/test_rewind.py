@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from run_world import Work as CallWork
 from run_world import opened as opened_run
 
 import weakincentives as wink
+from chance import HEAVY
 from weakincentives.adapters import Message, ModelRequest, ScriptedAdapter, calls
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, UndoRefused
@@ -531,7 +531,7 @@ def test_a_rewind_that_is_killed_anywhere_has_happened_or_not(tmp_path: Path):
     points = int(killed_at(tmp_path / "whole", 1, 0).stdout)
     with opened_run(tmp_path / "whole") as work:
         new = work.disk, work.notes, work.talk
-    step = 1 if os.environ.get("WINK_HEAVY") else max(points // 6, 1)
+    step = 1 if HEAVY else max(points // 6, 1)
     seen: list[str] = []
     for kill_at in [*range(1, points + 1, step), points]:
         place = tmp_path / f"killed-{kill_at}-{len(seen)}"

@@ -228,6 +228,21 @@ class Manifest:
             ordered[0].times = tuple((parts, row.mtime_ns) for parts, row in known.items())
         return ordered
 
+    def open_directories(self, tree: Tree) -> None:
+        """Restore the modes of directories that their owner can no longer enter.
+
+        Otherwise what changed in them could not be found, nor undone.
+        """
+        if os.geteuid() == 0:  # enters them anyway
+            return
+        with self._lock:
+            known = {parts: row.st_mode for parts, row in self.pack.rows.items() if _is_open(row)}
+        for parts in sorted(known):
+            with contextlib.suppress(PermissionError):  # someone else's
+                status = tree.status_if_reached(parts)
+                if status is not None and _is_directory(status) and not _is_open(status):
+                    tree.chmod(parts, stat.S_IMODE(known[parts]))
+
     def hold_names(self, tree: Tree) -> None:
         """Give files that have names elsewhere one in the store, so that undoing finds them."""
         held = 0
@@ -592,6 +607,7 @@ class External:
             return
         if not self._is_settled:
             self._release()
+            self.manifest.open_directories(self._tree)
             self.settle(changes, last=True)
             os.rename(_unsettled(self._store), _settled(self._store))
             self._is_settled, self._found = True, None
@@ -695,6 +711,7 @@ def find_unfinished(
                 "What other programs changed in an unfinished call is not known: the manifest of"
                 " the workspace is damaged. Their changes are left as they are"
             )
+        manifest.open_directories(tree)
         _journal_found(manifest, tree, changes)
     finally:
         manifest.close()
@@ -820,6 +837,11 @@ def _set_twins(ordered: Sequence[Record]) -> None:
         if ino := _linked_inode(one):
             one.twin = names.get(ino)
             names[ino] = one.path
+
+
+def _is_open(found: Row | os.stat_result) -> bool:
+    """Whether it is a directory that its owner can list, enter and change."""
+    return stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IRWXU == stat.S_IRWXU
 
 
 def _is_directory(status: os.stat_result | None) -> bool:
