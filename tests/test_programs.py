@@ -207,10 +207,22 @@ def test_the_active_environment_is_a_projects(
 
 
 def test_our_own_environment_is_used_even_in_a_workspace():
-    """It is protected there: no call can change it."""
-    agents_can_write(Path(sys.prefix).parent)
+    """It is protected there: no call can change it. What is beside it can be changed."""
+    program = """
+import sys
+from pathlib import Path
+from weakincentives.programs import agents_can_write, find_program, reach_of_agents
+place = Path(sys.prefix)
+agents_can_write(place.parent)
+print(find_program("python", f"{place}/bin"), reach_of_agents(f"{place.parent}/bin"))
+"""
 
-    assert find_program("python", f"{sys.prefix}/bin") == f"{sys.prefix}/bin/python"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    above = Path(sys.prefix).parent
+    assert done.stdout == f"{sys.prefix}/bin/python agents can write to {above}\n"
 
 
 def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):
@@ -385,6 +397,7 @@ _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subproc
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
     "cli/hook.py": {"shutil.which"},  # the same
+    "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }
 
 

@@ -60,6 +60,8 @@ from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
 from weakincentives.programs import agents_can_write, find_program, missing_program, safe_path
 
+if sys.platform == "linux":
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
 
@@ -271,8 +273,6 @@ def _programs() -> Iterator[Mount]:
 
 def _proc_options(proc: str) -> Iterator[str]:
     """Yield bubblewrap's options for a ``/proc`` like the one of our own launcher."""
-    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
-
     yield from ("--proc", proc)
     for name in hidden_in(proc):
         # An entry that has gone by then needs no cover.
@@ -286,8 +286,6 @@ _READ_ONLY = {"asound", "bus", "fs", "irq", "sys", "sysrq-trigger"}
 
 def _masked(proc: str) -> Iterator[str]:
     """Yield the parts of ``/proc`` to hide in a container, where it cannot be read-only."""
-    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
-
     yield from (f"{proc}/{name}" for name in hidden_in(proc))
     for name in os.listdir(proc):
         if not name.isdigit() and name not in _READ_ONLY and _has_writable(f"{proc}/{name}"):
