@@ -40,6 +40,8 @@ _CODE = re.compile(
 
 _logger = get_logger(__name__)
 _writable: set[str] = set()
+_mounted: dict[tuple[int, int] | None, str] = {}
+"""The same directories by what tells them from others, wherever they are mounted."""
 _told: set[str] = set()
 
 
@@ -48,7 +50,9 @@ def agents_can_write(directory: str | os.PathLike[str]) -> None:
 
     A workspace with its store in the usual place need not be noted: it is recognised by that.
     """
-    _writable.add(os.path.realpath(directory))
+    place = os.path.realpath(directory)
+    _writable.add(place)
+    _mounted[_identity(place)] = place
 
 
 def find_program(name: str, path: str | None = None) -> str | None:
@@ -120,21 +124,25 @@ def reach_of_agents(path: str) -> str | None:
 
 
 def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
-    """Return why not to run the script that an interpreter is given, or None.
+    """Return why not to run what a program gets as arguments: a script, a program, a project.
 
     Args:
-        directory: Where the interpreter starts.
+        directory: Where the program starts.
     """
-    if not _INTERPRETERS.fullmatch(os.path.basename(program)):
-        return None
-    for word in arguments:
-        script = os.path.join(directory, word)
-        if os.path.isfile(script) and (why := reach_of_agents(script)):
-            return f"{script} is not run: {why}. Move it elsewhere"
+    is_interpreter = _INTERPRETERS.fullmatch(os.path.basename(program))
+    for option, argument in zip(["", *arguments], arguments, strict=False):
+        name, _, value = argument.rpartition("=")
+        path = os.path.join(directory, value)
+        is_code = os.path.isfile(path) and (is_interpreter or os.access(path, os.X_OK))
+        is_project = os.path.isdir(path) and {name, option} & _OF_PROJECTS
+        if (is_code or is_project) and (why := reach_of_agents(path)):
+            return f"{path} is not run: {why}. Move it elsewhere"
     return None
 
 
 _INTERPRETERS = re.compile(r"(python|pypy)[\d.]*t?|node|nodejs|bun|deno|ruby|perl|[a-z]*sh")
+_OF_PROJECTS = {"--directory", "--project", "--from", "--with-editable", "--prefix", "-C"}
+"""Options of uv, npm, Poetry and others with a project whose code they run."""
 
 
 def _candidates(name: str, path: str | None) -> Iterator[str]:
@@ -167,8 +175,9 @@ def _why_not(program: str) -> str | None:
         # What `env` finds is in the PATH that we give it.
         if words and not os.path.isabs(words[0]):
             return "it is a script whose interpreter depends on the current directory"
-        if words and (why := reach_of_agents(words[0])):
-            return f"its interpreter is {words[0]}, and {why}"
+        for word in filter(os.path.isabs, words):
+            if why := reach_of_agents(word):
+                return f"it is run by {word}, and {why}"
     return None
 
 
@@ -200,7 +209,7 @@ def _why_writable(path: str) -> str | None:
         return f"everybody can write to {path}"
     above, below = path, ""
     while True:
-        if above in _writable or _has_store(above):
+        if above in _writable or _is_mounted_writable(above) or _has_store(above):
             if not _is_ours(path, above):
                 return f"agents can write to {above}"
         elif (above in active or _is_environment(above)) and not _is_ours(path, above):
@@ -210,6 +219,20 @@ def _why_writable(path: str) -> str | None:
         below, above = above, os.path.dirname(above)
         if above == below:
             return None
+
+
+def _is_mounted_writable(directory: str) -> bool:
+    """Tell whether a directory that agents can write to is mounted in this place, too."""
+    identity = _identity(directory)
+    place = _mounted.get(identity) if identity is not None else None
+    return place is not None and _identity(place) == identity  # else it is gone
+
+
+def _identity(directory: str) -> tuple[int, int] | None:
+    with suppress(OSError):
+        status = os.stat(directory)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _has_store(directory: str) -> bool:

@@ -58,7 +58,13 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, St
 from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
-from weakincentives.programs import agents_can_write, find_program, missing_program, safe_path
+from weakincentives.programs import (
+    agents_can_write,
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_path,
+)
 
 if sys.platform == "linux":
     from weakincentives.contrib.tools.sandbox.launcher import hidden_in
@@ -329,7 +335,10 @@ def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> Non
 
 def _outside() -> dict[str, str]:
     """Return the environment of the programs that confine a command."""
-    return {"PATH": safe_path(PATH), "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
+    home = os.environ.get("HOME", "/")
+    # Podman takes settings from there, such as programs to run.
+    home = "/" if reach_of_agents(os.path.abspath(home)) else home
+    return {"PATH": safe_path(PATH), "HOME": home, "LANG": "C.UTF-8"}
 
 
 def is_missing(program: str) -> str | None:
