@@ -327,7 +327,7 @@ def test_a_planted_git_does_not_read_a_repository(workspace: Path, active: Path)
     assert not was_run(workspace)
 
 
-def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path):
+def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path, tmp_path: Path):
     """Neither by its name, nor as the script of an interpreter, nor from the current directory."""
     pytest.importorskip("mcp")
     from weakincentives.mcp import McpToolsSection, StdioServer
@@ -344,6 +344,10 @@ def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path):
     ):
         with pytest.raises(McpServerError, match=re.escape(said)):
             McpToolsSection(server=command).__enter__()
+    runner = plant(tmp_path / "elsewhere/npx")
+    for directory, said in ((workspace, "npx first looks for code in"), (tmp_path, "ended")):
+        with pytest.raises(McpServerError, match=said):
+            McpToolsSection(server=StdioServer(str(runner), cwd=directory)).__enter__()
     relative = StdioServer("./.venv/bin/server", cwd=workspace)
     with pytest.raises(McpServerError, match="agents can write to"):
         McpToolsSection(server=relative).__enter__()

@@ -15,7 +15,9 @@ import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import StateUnavailable
 from weakincentives.logs import get_logger
 from weakincentives.state import our_code, our_environment, stores_of
@@ -39,6 +41,8 @@ _CODE = re.compile(
 )
 
 _logger = get_logger(__name__)
+_LASTS = 10.0
+"""Seconds in which another process's new workspace may not be noticed."""
 _writable: set[str] = set()
 _mounted: dict[tuple[int, int] | None, str] = {}
 """The same directories by what tells them from others, wherever they are mounted."""
@@ -117,8 +121,9 @@ def reach_of_agents(path: str) -> str | None:
 
     Every link on the way counts with the directory that it is in, and so does where it leads to.
     """
+    state = len(_writable), _active(), int(SYSTEM_CLOCK.monotonic() / _LASTS)
     for step in _steps(path):
-        if why := _why_writable(step):
+        if why := _why_writable(step, state):
             return why
     return None
 
@@ -129,18 +134,26 @@ def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> s
     Args:
         directory: Where the program starts.
     """
-    is_interpreter = _INTERPRETERS.fullmatch(os.path.basename(program))
+    name = os.path.basename(program)
+    if name in _RUNNERS and (why := reach_of_agents(directory)):
+        return f"{name} first looks for code in {directory}, and {why}. Start it elsewhere: cwd=..."
+    is_interpreter = _INTERPRETERS.fullmatch(name)
     for option, argument in zip(["", *arguments], arguments, strict=False):
-        name, _, value = argument.rpartition("=")
+        key, _, value = argument.rpartition("=")
         path = os.path.join(directory, value)
         is_code = os.path.isfile(path) and (is_interpreter or os.access(path, os.X_OK))
-        is_project = os.path.isdir(path) and {name, option} & _OF_PROJECTS
+        is_project = os.path.isdir(path) and {key, option} & _OF_PROJECTS
         if (is_code or is_project) and (why := reach_of_agents(path)):
             return f"{path} is not run: {why}. Move it elsewhere"
     return None
 
 
 _INTERPRETERS = re.compile(r"(python|pypy)[\d.]*t?|node|nodejs|bun|deno|ruby|perl|[a-z]*sh")
+_RUNNERS = {
+    *("bun", "bunx", "cargo", "deno", "go", "hatch", "make", "npm", "npx", "pdm", "pipx", "pnpm"),
+    *("pnpx", "poetry", "rye", "uv", "uvx", "yarn"),
+}
+"""Programs that run what the directory they are started in has or says."""
 _OF_PROJECTS = {"--directory", "--project", "--from", "--with-editable", "--prefix", "-C"}
 """Options of uv, npm, Poetry and others with a project whose code they run."""
 
@@ -202,9 +215,14 @@ def _steps(path: str) -> Iterator[str]:
     yield done
 
 
-def _why_writable(path: str) -> str | None:
-    """Return why agents can write to a path; the directories on the way are no links."""
-    active = _active()
+@lru_cache(maxsize=1024)
+def _why_writable(path: str, state: tuple[int, frozenset[str], int]) -> str | None:
+    """Return why agents can write to a path; the directories on the way are no links.
+
+    Args:
+        state: What the answer depends on besides the disk, and the time until it is asked again.
+    """
+    _, active, _ = state
     if _is_open(path):
         return f"everybody can write to {path}"
     above, below = path, ""
@@ -255,10 +273,10 @@ def _is_in(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip(os.path.sep) + os.path.sep)
 
 
-def _active() -> set[str]:
+def _active() -> frozenset[str]:
     """Return the environments that are active in this process."""
     named = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    return {os.path.realpath(each) for each in named if os.path.isabs(each)}
+    return frozenset(os.path.realpath(each) for each in named if os.path.isabs(each))
 
 
 def _is_environment(directory: str) -> bool:
