@@ -142,6 +142,10 @@ def in_a_directory_that_commands_can_change(root: Path, place: Path) -> Path:
     return folder
 
 
+def run_by_env_with_an_interpreter_in_a_workspace(root: Path, place: Path) -> Path:
+    return plant(place / "open/tool", f"#!/usr/bin/env -S {plant(root / 'python')} -u\n").parent
+
+
 PLACES: list[Callable[[Path, Path], Path]] = [
     in_a_workspace,
     in_its_environment,
@@ -156,6 +160,7 @@ PLACES: list[Callable[[Path, Path], Path]] = [
     that_everybody_can_write,
     run_by_an_interpreter_in_a_workspace,
     run_by_an_interpreter_of_the_current_directory,
+    run_by_env_with_an_interpreter_in_a_workspace,
     in_a_directory_that_commands_can_change,
 ]
 
@@ -177,6 +182,31 @@ def test_a_program_that_an_agent_can_write_is_passed_over(
     assert why.startswith(f"{folder}/tool is not used: ")
     assert why.endswith("Install tool elsewhere")
     assert find_program(f"{folder}/tool") is None
+
+
+def test_a_workspace_is_known_wherever_it_is_mounted(tmp_path: Path):
+    """A container may have the same directory in two places."""
+    program = """
+import os, subprocess, sys
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.programs import find_program
+HostFilesystem("work").close()
+subprocess.run(["mount", "--bind", "work", "mnt"], check=True)
+print(find_program("tool", os.path.abspath("mnt/bin")))
+"""
+    (tmp_path / "mnt").mkdir()
+    plant(tmp_path / "work/bin/tool")
+
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no namespaces here: {done.stderr}")
+    assert done.stdout == "None\n", done.stderr
 
 
 @pytest.mark.parametrize("entry", ["", ".", "bin", "../work/bin"])
@@ -207,10 +237,22 @@ def test_the_active_environment_is_a_projects(
 
 
 def test_our_own_environment_is_used_even_in_a_workspace():
-    """It is protected there: no call can change it."""
-    agents_can_write(Path(sys.prefix).parent)
+    """It is protected there: no call can change it. What is beside it can be changed."""
+    program = """
+import sys
+from pathlib import Path
+from weakincentives.programs import agents_can_write, find_program, reach_of_agents
+place = Path(sys.prefix)
+agents_can_write(place.parent)
+print(find_program("python", f"{place}/bin"), reach_of_agents(f"{place.parent}/bin"))
+"""
 
-    assert find_program("python", f"{sys.prefix}/bin") == f"{sys.prefix}/bin/python"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    above = Path(sys.prefix).parent
+    assert done.stdout == f"{sys.prefix}/bin/python agents can write to {above}\n"
 
 
 def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):
@@ -285,7 +327,7 @@ def test_a_planted_git_does_not_read_a_repository(workspace: Path, active: Path)
     assert not was_run(workspace)
 
 
-def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path):
+def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path, tmp_path: Path):
     """Neither by its name, nor as the script of an interpreter, nor from the current directory."""
     pytest.importorskip("mcp")
     from weakincentives.mcp import McpToolsSection, StdioServer
@@ -295,10 +337,17 @@ def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path):
         (["server"], f"{server} is not used: agents can write to {workspace}"),
         ([str(server)], f"{server} is not used: agents can write to {workspace}"),
         ([sys.executable, str(script)], f"{script} is not run: agents can write to {workspace}"),
+        (["env", str(server)], f"{server} is not run: agents can write to {workspace}"),
+        (["sh", "--rcfile=" + str(script)], f"{script} is not run: agents can write to"),
+        (["env", "--directory", str(workspace)], f"{workspace} is not run: agents can write to"),
         (["sh", "-e", str(script)], f"{script} is not run: agents can write to {workspace}"),
     ):
         with pytest.raises(McpServerError, match=re.escape(said)):
             McpToolsSection(server=command).__enter__()
+    runner = plant(tmp_path / "elsewhere/npx")
+    for directory, said in ((workspace, "npx first looks for code in"), (tmp_path, "ended")):
+        with pytest.raises(McpServerError, match=said):
+            McpToolsSection(server=StdioServer(str(runner), cwd=directory)).__enter__()
     relative = StdioServer("./.venv/bin/server", cwd=workspace)
     with pytest.raises(McpServerError, match="agents can write to"):
         McpToolsSection(server=relative).__enter__()
@@ -385,6 +434,7 @@ _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subproc
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
     "cli/hook.py": {"shutil.which"},  # the same
+    "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }
 
 

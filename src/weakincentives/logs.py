@@ -146,11 +146,6 @@ _SHAPES = tuple(
         (("eyJ",), r"(?<![\w-])(?P<secret>eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"),
         (("earer ",), r"\b[Bb]earer (?P<secret>[\w.~+/=-]{8,})"),
         (("://",), r"://(?P<secret>[^/@\s:]*:[^/@\s]+)@"),
-        (
-            ("PRIVATE KEY-----",),
-            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----(?P<secret>.+?)"
-            r"(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-        ),
         (  # as in .env
             ("=",),
             r"(?<![\w$])(?P<variable>[A-Z][A-Z0-9_]{0,63})(?P<gap>[ \t]{1,4})?=[ \t]{0,4}[\"']?"
@@ -178,7 +173,8 @@ class Redaction:
 
     Secret are values of the environment and of ``settings`` whose names say so, what precedes the
     host or follows a `?` in their URLs; and in any text what looks like a key of a well-known
-    service, a private key, a password in a URL, or a literal assigned to such a name.
+    service, a private key or a part of one, a password in a URL, or a literal assigned to such a
+    name.
 
     >>> Redaction({"api_key": "correct horse"})("Incorrect key: correct horse")
     'Incorrect key: (the key)'
@@ -189,6 +185,9 @@ class Redaction:
     def __init__(self, settings: object = ()) -> None:
         from urllib.parse import quote
 
+        from weakincentives.pem import PrivateKeys
+
+        self.keys = PrivateKeys(_hidden)
         known = {*_secrets_in(settings), *_secrets_in(os.environ)}
         self._known: list[tuple[str, str]] = []
         self._keys: dict[str, str] = {}
@@ -205,6 +204,7 @@ class Redaction:
             return text
         for secret, hidden in self._known:
             text = text.replace(secret, hidden)
+        text = self.keys.without(text)
         if len(text) < _SHORT and not _ANY_NEEDLE.search(text):
             return text
         for needles, pattern in _SHAPES:
@@ -222,8 +222,17 @@ class Redaction:
             pairs = cast("dict[str, Any]", value).items()
             return {self._key(key): self.value(each, key) for key, each in pairs}
         if isinstance(value, list | tuple):
-            return [self.value(each, name) for each in cast("Sequence[Any]", value)]
+            items = cast("Sequence[Any]", value)
+            is_text = len(items) > 1 and all(isinstance(each, str) for each in items)
+            if is_text and not _FIELDS.fullmatch(name):
+                return self._lines(items)
+            return [self.value(each, name) for each in items]
         return value
+
+    def _lines(self, lines: Sequence[str]) -> list[str]:
+        """Return texts without secrets; they may be the lines of one text, with a private key."""
+        rest = iter(self("\n".join(lines)).split("\n"))
+        return ["\n".join(next(rest) for _ in range(1 + each.count("\n"))) for each in lines]
 
     def _key(self, key: str) -> str:
         if len(self._keys) > _KEYS:

@@ -15,7 +15,9 @@ import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import StateUnavailable
 from weakincentives.logs import get_logger
 from weakincentives.state import our_code, our_environment, stores_of
@@ -39,7 +41,11 @@ _CODE = re.compile(
 )
 
 _logger = get_logger(__name__)
+_LASTS = 10.0
+"""Seconds in which another process's new workspace may not be noticed."""
 _writable: set[str] = set()
+_mounted: dict[tuple[int, int] | None, str] = {}
+"""The same directories by what tells them from others, wherever they are mounted."""
 _told: set[str] = set()
 
 
@@ -48,7 +54,9 @@ def agents_can_write(directory: str | os.PathLike[str]) -> None:
 
     A workspace with its store in the usual place need not be noted: it is recognised by that.
     """
-    _writable.add(os.path.realpath(directory))
+    place = os.path.realpath(directory)
+    _writable.add(place)
+    _mounted[_identity(place)] = place
 
 
 def find_program(name: str, path: str | None = None) -> str | None:
@@ -113,28 +121,41 @@ def reach_of_agents(path: str) -> str | None:
 
     Every link on the way counts with the directory that it is in, and so does where it leads to.
     """
+    state = len(_writable), _active(), int(SYSTEM_CLOCK.monotonic() / _LASTS)
     for step in _steps(path):
-        if why := _why_writable(step):
+        if why := _why_writable(step, state):
             return why
     return None
 
 
 def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
-    """Return why not to run the script that an interpreter is given, or None.
+    """Return why not to run what a program gets as arguments: a script, a program, a project.
 
     Args:
-        directory: Where the interpreter starts.
+        directory: Where the program starts.
     """
-    if not _INTERPRETERS.fullmatch(os.path.basename(program)):
-        return None
-    for word in arguments:
-        script = os.path.join(directory, word)
-        if os.path.isfile(script) and (why := reach_of_agents(script)):
-            return f"{script} is not run: {why}. Move it elsewhere"
+    name = os.path.basename(program)
+    if name in _RUNNERS and (why := reach_of_agents(directory)):
+        return f"{name} first looks for code in {directory}, and {why}. Start it elsewhere: cwd=..."
+    is_interpreter = _INTERPRETERS.fullmatch(name)
+    for option, argument in zip(["", *arguments], arguments, strict=False):
+        key, _, value = argument.rpartition("=")
+        path = os.path.join(directory, value)
+        is_code = os.path.isfile(path) and (is_interpreter or os.access(path, os.X_OK))
+        is_project = os.path.isdir(path) and {key, option} & _OF_PROJECTS
+        if (is_code or is_project) and (why := reach_of_agents(path)):
+            return f"{path} is not run: {why}. Move it elsewhere"
     return None
 
 
 _INTERPRETERS = re.compile(r"(python|pypy)[\d.]*t?|node|nodejs|bun|deno|ruby|perl|[a-z]*sh")
+_RUNNERS = {
+    *("bun", "bunx", "cargo", "deno", "go", "hatch", "make", "npm", "npx", "pdm", "pipx", "pnpm"),
+    *("pnpx", "poetry", "rye", "uv", "uvx", "yarn"),
+}
+"""Programs that run what the directory they are started in has or says."""
+_OF_PROJECTS = {"--directory", "--project", "--from", "--with-editable", "--prefix", "-C"}
+"""Options of uv, npm, Poetry and others with a project whose code they run."""
 
 
 def _candidates(name: str, path: str | None) -> Iterator[str]:
@@ -167,8 +188,9 @@ def _why_not(program: str) -> str | None:
         # What `env` finds is in the PATH that we give it.
         if words and not os.path.isabs(words[0]):
             return "it is a script whose interpreter depends on the current directory"
-        if words and (why := reach_of_agents(words[0])):
-            return f"its interpreter is {words[0]}, and {why}"
+        for word in filter(os.path.isabs, words):
+            if why := reach_of_agents(word):
+                return f"it is run by {word}, and {why}"
     return None
 
 
@@ -193,14 +215,19 @@ def _steps(path: str) -> Iterator[str]:
     yield done
 
 
-def _why_writable(path: str) -> str | None:
-    """Return why agents can write to a path; the directories on the way are no links."""
-    active = _active()
+@lru_cache(maxsize=1024)
+def _why_writable(path: str, state: tuple[int, frozenset[str], int]) -> str | None:
+    """Return why agents can write to a path; the directories on the way are no links.
+
+    Args:
+        state: What the answer depends on besides the disk, and the time until it is asked again.
+    """
+    _, active, _ = state
     if _is_open(path):
         return f"everybody can write to {path}"
     above, below = path, ""
     while True:
-        if above in _writable or _has_store(above):
+        if above in _writable or _is_mounted_writable(above) or _has_store(above):
             if not _is_ours(path, above):
                 return f"agents can write to {above}"
         elif (above in active or _is_environment(above)) and not _is_ours(path, above):
@@ -210,6 +237,20 @@ def _why_writable(path: str) -> str | None:
         below, above = above, os.path.dirname(above)
         if above == below:
             return None
+
+
+def _is_mounted_writable(directory: str) -> bool:
+    """Tell whether a directory that agents can write to is mounted in this place, too."""
+    identity = _identity(directory)
+    place = _mounted.get(identity) if identity is not None else None
+    return place is not None and _identity(place) == identity  # else it is gone
+
+
+def _identity(directory: str) -> tuple[int, int] | None:
+    with suppress(OSError):
+        status = os.stat(directory)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def _has_store(directory: str) -> bool:
@@ -232,10 +273,10 @@ def _is_in(path: str, directory: str) -> bool:
     return path == directory or path.startswith(directory.rstrip(os.path.sep) + os.path.sep)
 
 
-def _active() -> set[str]:
+def _active() -> frozenset[str]:
     """Return the environments that are active in this process."""
     named = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    return {os.path.realpath(each) for each in named if os.path.isabs(each)}
+    return frozenset(os.path.realpath(each) for each in named if os.path.isabs(each))
 
 
 def _is_environment(directory: str) -> bool:

@@ -267,6 +267,28 @@ def _links_to(path: str) -> Iterator[str]:
         path = above
 
 
+def is_our_code(status: os.stat_result) -> bool:
+    """Tell whether a file is a part of our code that has another name elsewhere.
+
+    Installers link the files of all environments to one cache: to change one of them in a project's
+    environment would change it in ours.
+    """
+    return (status.st_dev, status.st_ino) in _linked_code()
+
+
+@functools.cache
+def _linked_code() -> frozenset[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for place in our_code():
+        for folder, _, names in os.walk(place) if place.is_dir() else [(place.parent, (), [place])]:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(os.path.join(folder, name))
+                    if status.st_nlink > 1:
+                        found.add((status.st_dev, status.st_ino))
+    return frozenset(found)
+
+
 def our_secrets() -> tuple[Path, ...]:
     """Return paths that an agent must not read: the user's state directory."""
     with contextlib.suppress(StateUnavailable):

@@ -5,8 +5,10 @@ import gzip
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
+import textwrap
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -369,6 +371,37 @@ def test_a_private_key_is_replaced_without_moving_other_lines(project: Path, tmp
     lines = lines_at_end(found[f"runs/{run.id}/versions?path=k.pem"])
     assert lines is not None
     assert (len(lines), lines[0], lines[-1]) == (6, "a\n", "b\n")
+
+
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_no_part_of_a_private_key_is_exported(project: Path, tmp_path: Path, changed_only: bool):
+    """Not as numbered lines, not in a diff, and not a part of a line."""
+    start = bytes.fromhex("308204bd020100300d06092a864886f70d0101010500048204a7")
+    data = base64.b64encode(start + random.Random(32).randbytes(1190)).decode()
+    lines = textwrap.wrap(data, 64)
+    key = "\n".join(["-----BEGIN PRIVATE KEY-----", *lines, "-----END PRIVATE KEY-----", ""])
+    image = base64.b64encode(random.Random(33).randbytes(3000)).decode()
+    (project / "k.pem").write_text(f"the key\n{key}")
+    (project / "logo.txt").write_text(image)
+    edit = {"path": "k.pem", "old_string": lines[9][:20], "new_string": "AAAA"}
+    turns = [
+        calls(("read_file", {"path": "k.pem"}), ("read_file", {"path": "logo.txt"})),
+        calls(("read_file", {"path": "k.pem", "offset": 5, "limit": 4}), ("edit_file", edit)),
+        calls(("grep_files", {"pattern": re.escape(lines[7][:8])})),
+        f"It contains {lines[12][10:40]}, I think.",
+    ]
+    run = scripted_run(project, turns)
+
+    page = export_run(project, run, tmp_path / "run.html", changed_only=changed_only).path
+
+    found = json.dumps(values(page))
+    parts = (data[at : at + 16] for at in range(64, len(data) - 16))
+    assert [part for part in parts if part in found] == []
+    assert image[:1000] in found  # a long line is cut when it is read
+    versions = values(page)[f"runs/{run.id}/versions?path=k.pem"]
+    shown = lines_at_end(versions)
+    assert shown is not None
+    assert (len(shown), shown[0]) == (len(lines) + 3, "the key\n")
 
 
 # Sizes

@@ -197,6 +197,11 @@ class _Cleaner:
     def call(self, value: Json) -> Json:
         return self(value | _whole_words({name: value[name] for name in _CUT_IN_CALLS}))
 
+    def without_parts(self, data: bytes) -> bytes:
+        """Return JSON without parts of private keys, once all keys of the run have been seen."""
+        keys = self._redaction.keys
+        return keys.without_known(data.decode()).encode() if keys.are_known else data
+
     def versions(self, value: Json) -> Json:
         """Clean the versions of a file; every text has as many lines as before."""
         base = value["base"]
@@ -423,6 +428,7 @@ class _Data:
             text = zlib.decompress(self._file.read(item.length))
             if item.key in self.left_out:
                 text = _json(_STUBS[item.rank](json.loads(text)))
+            text = self._cleaner.without_parts(text)
             if keys and (size + len(text) > _BLOCK or item.rank is not rank):
                 yield keys, _packed(texts)
                 keys, texts, size = [], [], 0

@@ -54,6 +54,7 @@ from weakincentives.filesystem.tree import (
     write_all,
     xattrs_of,
 )
+from weakincentives.state import is_our_code
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -117,7 +118,8 @@ class Changes:
         with self._made_parent(parts) as above:
             status = status_at(above, parts[-1])
             digest = hashlib.sha256(data).hexdigest()
-            if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+            is_linked = status is not None and status.st_nlink > 1 and not is_our_code(status)
+            if status is not None and is_linked and stat.S_ISREG(status.st_mode):
                 self._edit(above, parts, status, data, digest)
                 return
             scratch = self._scratch(above, parts[:-1])

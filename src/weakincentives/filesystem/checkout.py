@@ -16,7 +16,7 @@ from pathlib import Path
 
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.paths import shown
-from weakincentives.programs import find_program, missing_program, safe_environment
+from weakincentives.programs import find_program, missing_program, reach_of_agents, safe_environment
 
 _SHA = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _PATIENCE = 3600.0
@@ -174,7 +174,7 @@ def _git(
         "GIT_ATTR_NOSYSTEM": "1",
         "LC_ALL": "C",
     }
-    if is_ours:
+    if is_ours or reach_of_agents(os.path.expanduser("~")):
         environment |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
     options = [part for each in _SAFE for part in ("-c", each)]
     place = [] if own is None else [f"--git-dir={own}"]

@@ -29,7 +29,7 @@ def main(parent: int, command: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     look()
     try:
-        child = os.posix_spawn(
+        child = os.posix_spawnp(
             command[0], command, os.environ, setsigdef=[signal.SIGTERM, signal.SIGPIPE]
         )
     except OSError as error:

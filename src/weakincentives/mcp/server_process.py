@@ -117,13 +117,13 @@ class ServerProcess:
             raise McpServerError(why)
         if why := script_in_reach(found, arguments, directory):
             raise McpServerError(f"cannot start {program!r}: {why}")
-        if self.cwd is None and reach_of_agents(directory):
-            # Python, npx and others first look for code there.
-            directory = os.path.abspath(os.sep)
+        env = {**self.env, "PATH": safe_path(path)}
+        if {"-m", "-c"} & set(arguments) and reach_of_agents(directory):
+            env.setdefault("PYTHONSAFEPATH", "1")  # or Python looks for modules there
         try:
             return await asyncio.create_subprocess_exec(
                 *_launched([found, *arguments]),
-                env={**self.env, "PATH": safe_path(path)},
+                env=env,
                 cwd=directory,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

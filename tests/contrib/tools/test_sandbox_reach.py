@@ -155,6 +155,34 @@ assert launched.returncode == 0
     assert not mark.exists()
 
 
+def test_our_code_is_not_changed_through_another_name_of_a_file(tmp_path: Path, ours: Installed):
+    """As uv installs packages: a file is the same in all environments."""
+    (tmp_path / "work").mkdir()
+    names = ["__init__.py", "errors.py", "contrib/tools/sandbox/launcher.py"]
+    for number, name in enumerate(names):
+        os.link(ours.package / name, tmp_path / f"work/{number}.py")
+    before = [(ours.package / name).read_bytes() for name in names]
+
+    ours.run(
+        """
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
+sandbox = find_sandbox("namespaces")
+with HostFilesystem(os.environ["WORK"]) as fs:
+    assert sandbox.run(fs, "echo evil >> 0.py", timeout=600).ok
+    fs.write("1.py", "evil")
+    branch = fs.branch("b")
+    branch.write("2.py", "evil")
+    branch.merge_into(fs)
+    branch.close()
+""",
+        WORK=str(tmp_path / "work"),
+    )
+
+    assert [(ours.package / name).read_bytes() for name in names] == before
+    for number in range(3):
+        assert "evil" in (tmp_path / f"work/{number}.py").read_text()
+
+
 # Root at work on another user's directory
 
 

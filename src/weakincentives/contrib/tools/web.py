@@ -23,7 +23,7 @@ from weakincentives.contrib.tools.outbound import (
     system_resolve,
 )
 from weakincentives.errors import MissingExtra, PageNotRead, ResourceError
-from weakincentives.programs import find_program, missing_program, safe_environment
+from weakincentives.programs import find_program, missing_program, reach_of_agents, safe_environment
 from weakincentives.prompt.contracts import (
     MemoryEffect,
     PermissionPrecondition,
@@ -229,7 +229,7 @@ class Browser:
                 self._playwright = await async_api.async_playwright().start()
             try:
                 self._browser = await self._playwright.chromium.launch(
-                    executable_path=_program(self._executable),
+                    executable_path=_program(self._executable, self._playwright),
                     env={**safe_environment()},
                     args=_ARGUMENTS,
                     # Root cannot use Chromium's sandbox.
@@ -255,13 +255,17 @@ class Browser:
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def _program(executable: str | None) -> str | None:
+def _program(executable: str | None, playwright: async_api.Playwright) -> str | None:
     """Return the browser to start; None for Playwright's own."""
-    if executable is None:
-        return next(filter(None, map(find_program, _PROGRAMS)), None)
-    found = find_program(executable)
-    if found is None:
-        raise PageNotRead(f"{missing_program(executable)}. {_HOW_TO_INSTALL}")
+    if executable is not None:
+        found = find_program(executable)
+        if found is None:
+            raise PageNotRead(f"{missing_program(executable)}. {_HOW_TO_INSTALL}")
+        return found
+    found = next(filter(None, map(find_program, _PROGRAMS)), None)
+    own = playwright.chromium.executable_path
+    if found is None and (why := reach_of_agents(own)):
+        raise PageNotRead(f"{own} is not used: {why}. {_HOW_TO_INSTALL}")
     return found
 
 

@@ -58,8 +58,16 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, St
 from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
-from weakincentives.programs import agents_can_write, find_program, missing_program, safe_path
+from weakincentives.programs import (
+    agents_can_write,
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_path,
+)
 
+if sys.platform == "linux":
+    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
 
@@ -271,8 +279,6 @@ def _programs() -> Iterator[Mount]:
 
 def _proc_options(proc: str) -> Iterator[str]:
     """Yield bubblewrap's options for a ``/proc`` like the one of our own launcher."""
-    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
-
     yield from ("--proc", proc)
     for name in hidden_in(proc):
         # An entry that has gone by then needs no cover.
@@ -286,8 +292,6 @@ _READ_ONLY = {"asound", "bus", "fs", "irq", "sys", "sysrq-trigger"}
 
 def _masked(proc: str) -> Iterator[str]:
     """Yield the parts of ``/proc`` to hide in a container, where it cannot be read-only."""
-    from weakincentives.contrib.tools.sandbox.launcher import hidden_in
-
     yield from (f"{proc}/{name}" for name in hidden_in(proc))
     for name in os.listdir(proc):
         if not name.isdigit() and name not in _READ_ONLY and _has_writable(f"{proc}/{name}"):
@@ -331,7 +335,10 @@ def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> Non
 
 def _outside() -> dict[str, str]:
     """Return the environment of the programs that confine a command."""
-    return {"PATH": safe_path(PATH), "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
+    home = os.environ.get("HOME", "/")
+    # Podman takes settings from there, such as programs to run.
+    home = "/" if reach_of_agents(os.path.abspath(home)) else home
+    return {"PATH": safe_path(PATH), "HOME": home, "LANG": "C.UTF-8"}
 
 
 def is_missing(program: str) -> str | None:
