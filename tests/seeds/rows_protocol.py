@@ -1141,6 +1141,12 @@ def composed_members(row: Row) -> None:
         assert made(context=surroundings()).success
         assert sorted(runs) == ["once", "twice", "twice"]
 
+        # The whole is, where that is asked for.
+        runs.clear()
+        whole = compose(once, twice.replace(retry=None)).replace(retry=RetryPolicy(max_retries=1))
+        assert whole(context=surroundings()).metadata.attempts == 2
+        assert sorted(runs) == ["once", "once", "twice", "twice"]
+
     named(row, {
         "name": named_so,
         "description": described,
