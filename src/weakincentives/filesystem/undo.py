@@ -593,7 +593,7 @@ class _Undo:
                 self._remove(parts)
         elif not record.names and before.kind != "file" and self._looks_like(parts, before):
             self._set_attributes(parts, before)
-        elif record.source is not None and _is_linked(status) and before.digest is not None:
+        elif _was_edited(record, status) and before.digest is not None:
             self._write_in_place(parts, before, before.digest)
         elif not self._recreate(record, before, one.delta):
             self._left.add(parts)
@@ -852,5 +852,10 @@ def _copy_from(folder: Path, place: Parts, tree: Tree, name: str) -> None:
         copy_exactly(trees, place, tree, (name,))
 
 
-def _is_linked(status: os.stat_result | None) -> bool:
-    return status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+def _was_edited(record: Record, status: os.stat_result | None) -> bool:
+    """Whether a hard-linked file was changed in place, so that all its names show the change."""
+    if record.source is None or record.before is None or status is None:
+        return False
+    is_linked = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+    # A program may have replaced the file by another that is hard-linked, too.
+    return is_linked and (record.in_place or status.st_ino == record.before.ino)
