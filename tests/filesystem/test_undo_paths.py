@@ -20,6 +20,9 @@ from weakincentives.call import ToolCall
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 
+# `make test` runs some of the cases.
+pytestmark = pytest.mark.sampled
+
 PLACES = {"disk": None, "tmpfs": "/dev/shm"}
 
 Act = Callable[[HostFilesystem, Path], object]

@@ -53,7 +53,7 @@ from weakincentives.filesystem.layers import (
     Origin,
     node_at,
 )
-from weakincentives.filesystem.paths import Parts, join_path, shown
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scratch import TEMPORARY
@@ -509,6 +509,15 @@ class _Undo:
         status = self.changes.tree.status_if_reached(parts)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
+    def _is_free(self, parts: Parts) -> bool:
+        """Whether nothing is at a path, nor in the place of a directory above it."""
+        try:
+            return self.changes.tree.status(parts) is None
+        except OSError as error:
+            if error.errno not in BARRED:
+                raise
+            return False
+
     def _put_back_or_leave(self, record: Record, one: _OneCall) -> None:
         parts, before = record.path, record.before
         if self._is_blocked(parts):
@@ -516,7 +525,7 @@ class _Undo:
             return
         is_left = self._is_left(parts, one)
         was_directory = before is not None and before.is_directory
-        if is_left and was_directory and self.changes.tree.status(parts) is None:
+        if is_left and was_directory and self._is_free(parts):
             is_left = False  # there is nothing to leave: what was in it comes back
         if is_left and not (was_directory and record.saved and self._has_directory(parts)):
             make = None if before is None else partial(self._make, record, before, one.delta)
@@ -532,10 +541,10 @@ class _Undo:
         if self._is_blocked(origin) or self._is_blocked(record.path):
             self.changes.partly.add(one.call_id)
             return
-        moved, there = record.path, self.changes.tree.status_if_reached(origin)
+        moved, is_free = record.path, self._is_free(origin)
         if self._is_left(moved, one) or self.changes.tree.status_if_reached(moved) is None:
-            self._restore_moved(record, origin, one, is_free=there is None)
-        elif there is None or self.force:
+            self._restore_moved(record, origin, one, is_free=is_free)
+        elif is_free or self.force:
             self.changes.rename(moved, origin)
             self._times.move(moved, origin)
         elif self._has_directory(origin) and self._has_directory(moved):
@@ -578,8 +587,6 @@ class _Undo:
     ) -> None:
         """Restore what was moved away and then changed by someone else; it stays where it is."""
         if not is_free and not self.force:
-            if not self._is_left(origin, one) and self._has_directory(origin):
-                return
             self._leave(origin, one)
             return
         staged = self.changes.store.fresh()
@@ -639,7 +646,7 @@ class _Undo:
                 self._remove(parts)
         elif not record.names and before.kind != "file" and self._looks_like(parts, before):
             self._set_attributes(parts, before)
-        elif record.source is not None and _is_linked(status) and before.digest is not None:
+        elif _was_edited(record, status) and before.digest is not None:
             self._write_in_place(parts, before, before.digest)
         elif not self._recreate(record, before, one.delta):
             self._left.add(parts)
@@ -898,5 +905,10 @@ def _copy_from(folder: Path, place: Parts, tree: Tree, name: str) -> None:
         copy_exactly(trees, place, tree, (name,))
 
 
-def _is_linked(status: os.stat_result | None) -> bool:
-    return status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+def _was_edited(record: Record, status: os.stat_result | None) -> bool:
+    """Whether a hard-linked file was changed in place, so that all its names show the change."""
+    if record.source is None or record.before is None or status is None:
+        return False
+    is_linked = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+    # A program may have replaced the file by another that is hard-linked, too.
+    return is_linked and (record.in_place or status.st_ino == record.before.ino)

@@ -1,0 +1,453 @@
+"""Random histories of calls, of undos, and of a person who edits in between.
+
+The model is what was there before and after each entry of the history, and which paths the person
+changed since. Going back over the newest entries must restore every path that the person has not
+touched, leave what the person has made, and name every path that is not as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trees import look, put
+
+from weakincentives.call import ToolCall
+from weakincentives.errors import FilesystemError, UndoRefused
+from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
+
+# In `make torture` 10,000 histories, in parts that run at once.
+PARTS = 10 if os.environ.get("WINK_THOROUGH") else 1
+PLACES = {"disk": None, "tmpfs": "/dev/shm"}
+
+FILES = ("a", "b", "d/a", "d/b", "d/in/c", "e/a", "e/in/c")
+DIRECTORIES = ("d", "d/in", "e", "e/in", "f")
+NAMES = (*FILES, *DIRECTORIES)
+
+Steps = list[tuple[Any, ...]]
+
+
+class Found(NamedTuple):
+    """What counts of a path: an undo restores this, and others change it."""
+
+    kind: str
+    mode: int
+    content: bytes | str | None
+
+
+State = dict[str, Found]
+
+
+@dataclass
+class Entry:
+    """An entry of the history."""
+
+    id: str
+    before: State
+    after: State
+    linked: set[frozenset[str]]
+    """The names that were one file before."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """What it moved as a whole: what someone does to that is done to the original."""
+    touched: set[str] = field(default_factory=set[str])
+    """What the person has changed since, up to the next entry."""
+    edited: bool = False
+    """Whether the person has done anything since, up to the next entry."""
+
+
+def related(path: str, others: Iterable[str]) -> bool:
+    return any(
+        path == each or path.startswith(f"{each}/") or each.startswith(f"{path}/")
+        for each in others
+    )
+
+
+def differing(one: State, other: State) -> set[str]:
+    return {path for path in {*one, *other} if one.get(path) != other.get(path)}
+
+
+class Work:
+    """A workspace, its history and a model of it."""
+
+    def __init__(self, place: Path) -> None:
+        self.root = place / "work"
+        self.numbers = itertools.count()
+        for path in FILES[:5]:
+            put(self.root / path, f"{path} at first\n")
+        os.link(self.root / "b", self.root / "d/b2")
+        (self.root / "e").mkdir()
+        self.entries: list[Entry] = []
+        self.fs = HostFilesystem(self.root)
+
+    def close(self) -> None:
+        self.fs.close()
+
+    def reopen(self) -> None:
+        self.fs.close()
+        self.fs = HostFilesystem(self.root)
+        assert not self.fs.recovered
+
+    def state(self) -> State:
+        return {
+            path: Found(seen.kind, 0 if seen.kind == "symlink" else seen.mode, seen.content)
+            for path, seen in look(self.root).items()
+        }
+
+    def linked(self) -> set[frozenset[str]]:
+        return {seen.names for seen in look(self.root).values() if len(seen.names) > 1}
+
+    def text(self, who: str) -> str:
+        return f"{who} wrote text {next(self.numbers)}.\n"
+
+    # Calls
+
+    def call(self, how: str, *changes: tuple[str, ...]) -> None:
+        before, linked = self.state(), self.linked()
+        view = self._began()
+        moves = self._make(view, how, changes)
+        self.fs.merge(view)
+        self._note(before, linked, moves)
+
+    def failed_call(self, how: str, *changes: tuple[str, ...]) -> None:
+        before, linked = self.state(), self.linked()
+        view = self._began()
+        self._make(view, how, changes)
+        assert self.fs.discard(view) == ()
+        assert (self.state(), self.linked()) == (before, linked)
+
+    def _began(self) -> HostFilesystem:
+        view = self.fs.fork_in_place()
+        view.call = ToolCall("edit", {}, f"c{next(self.numbers)}")
+        return view
+
+    def _make(
+        self, view: HostFilesystem, how: str, changes: Iterable[tuple[str, ...]]
+    ) -> tuple[tuple[str, str], ...]:
+        if how == "api":
+            moves: list[tuple[str, str]] = []
+            for change in changes:
+                with contextlib.suppress(FilesystemError):
+                    self._by_api(view, *change)
+                    if change[0] == "move":
+                        moves.append((change[1], change[2]))
+            return tuple(moves)
+        script = "; ".join(f"( {self._command(*change)} ) 2>/dev/null" for change in changes)
+        if how == "command":
+            view.run(["sh", "-c", f"{script}; true"])
+        else:
+            view.expect_external()
+            subprocess.run(["sh", "-c", f"{script}; true"], cwd=self.root, check=True)
+        return ()
+
+    def _by_api(self, view: HostFilesystem, kind: str, path: str, other: str = "") -> None:
+        match kind:
+            case "write":
+                view.write(path, self.text("an agent"))
+            case "delete":
+                view.delete(path, recursive=True)
+            case "move":
+                view.move(path, other, overwrite=True)
+            case "copy":
+                view.copy(path, other, overwrite=True)
+            case "mkdir":
+                view.mkdir(path)
+            case "mode":
+                view.set_readonly(path)
+            case _:
+                view.append(path, self.text("an agent"))
+
+    def _command(self, kind: str, path: str, other: str = "") -> str:
+        text = f"printf '%s\\n' '{self.text('an agent').strip()}'"
+        return {
+            "write": f'mkdir -p "$(dirname {path})"; {text} > {path}.new && mv -T {path}.new {path}'
+            f" || rm -f {path}.new",
+            "delete": f"rm -rf {path}",
+            "move": f'mkdir -p "$(dirname {other})"; mv -T {path} {other}',
+            "copy": f"rm -rf {other}; cp -r {path} {other}",
+            "mkdir": f"mkdir -p {path}",
+            "mode": f"chmod go-rwx {path}",
+            "link": f"ln -f {path} {other}",
+            "symlink": f"ln -sfn {path} {other}",
+            "append": f"{text} >> {path}",
+        }[kind]
+
+    def _note(
+        self, before: State, linked: set[frozenset[str]], moves: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Note what was committed, if anything was."""
+        made = self.fs.history()[len(self.entries) :]
+        after = self.state()
+        assert len(made) <= 1
+        assert made or before == after
+        for each in made:
+            self.entries.append(Entry(each.call_id, before, after, linked, moves))
+
+    # A person, who knows nothing of us
+
+    def person(self, kind: str, path: str, other: str = "") -> None:
+        before = self.state()
+        with contextlib.suppress(OSError, shutil.Error):
+            self._edit(kind, self.root / path, self.root / other)
+        if self.entries:
+            self.entries[-1].touched |= differing(before, self.state())
+            self.entries[-1].edited = True
+
+    def _edit(self, kind: str, path: Path, other: Path) -> None:
+        match kind:
+            case "write":
+                put(path, self.text("a person"))
+            case "same bytes":
+                data, mode = path.read_bytes(), path.stat().st_mode
+                path.unlink()
+                path.write_bytes(data)
+                path.chmod(mode & 0o7777)
+            case "same directory":
+                copy = self.root.with_name("copy")
+                shutil.copytree(path, copy, symlinks=True)
+                shutil.rmtree(path)
+                shutil.move(copy, path)
+            case "touch":
+                os.utime(path, (1, 1))
+            case "delete":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            case "mkdir":
+                path.mkdir(parents=True)
+            case "move":
+                path.rename(other)
+            case _:
+                path.chmod(0o700)
+
+    # Going back
+
+    def undo(self, count: int, way: str) -> None:
+        """Undo the newest entries."""
+        undone = self.entries[len(self.entries) - 1 - count % max(1, len(self.entries)) :]
+        if not undone or (way == "revert" and len(undone) == len(self.entries)):
+            return
+        now, linked, expected = self.state(), self.linked(), undone[0].before
+        touched, edited = self._touched_since(undone), any(each.edited for each in undone)
+        ids, told = [each.id for each in undone], ()
+        try:
+            if way == "revert":
+                told = self.fs.revert_to(self.entries[-1 - len(undone)].id)
+            else:
+                told = self.fs.undo(*ids, force=way == "force", leave_edits=way == "rewind")
+        except UndoRefused as error:
+            refused = error.paths
+        else:
+            refused = {}
+        if refused:
+            assert way == "undo"
+            assert self.state() == now
+            assert all(related(path, touched) for path in refused), (refused, touched)
+            return
+        after = self.state()
+        self._note(now, linked, tuple(two[::-1] for each in undone for two in each.moves[::-1]))
+        if way == "force":
+            self._check_forced(now)
+            return
+        changed = {p for each in undone for p in differing(each.before, each.after)}
+        self._check(after, expected, changed, touched, told)
+        edits = {path for each in undone for path in each.touched} & now.keys()
+        mine = {now[path].content for path in edits if _is_persons(now[path])}
+        assert mine <= {found.content for found in after.values()}, "an edit is lost"
+        if not edited:
+            assert self.linked() == undone[0].linked
+
+    def _touched_since(self, undone: list[Entry]) -> set[str]:
+        """Return what the person has changed, by each path that it had before a move."""
+        found: set[str] = set()
+        for entry in reversed(undone):
+            found |= entry.touched
+            for origin, path in reversed(entry.moves):
+                below = {each for each in found if each == path or each.startswith(f"{path}/")}
+                found |= {f"{origin}{each.removeprefix(path)}" for each in below}
+        return found
+
+    def _check(
+        self,
+        after: State,
+        expected: State,
+        changed: set[str],
+        touched: set[str],
+        told: tuple[str, ...],
+    ) -> None:
+        """What is not as it was is the person's, or in its way, and is named."""
+        for path in sorted(differing(after, expected)):
+            causes = [each for each in touched if _is_cause(each, path, after)]
+            assert causes, f"{path} should be {expected.get(path)}, is {after.get(path)}; {told}"
+            if path in changed and path in expected:
+                names = [path, *causes]
+                assert any(each in sentence for each in names for sentence in told), (path, told)
+        if not touched:
+            assert told == ()
+
+    def _check_forced(self, now: State) -> None:
+        """What was replaced comes back when that is undone."""
+        after, linked = self.state(), self.linked()
+        if after != now:
+            assert self.fs.undo(self.entries[-1].id) == ()
+            assert self.state() == now
+            self._note(after, linked)
+
+    def undo_one(self, number: int) -> None:
+        """Undo one entry; the later ones stay."""
+        if not self.entries:
+            return
+        place = number % len(self.entries)
+        entry, later = self.entries[place], self.entries[place + 1 :]
+        now, linked = self.state(), self.linked()
+        changed = differing(entry.before, entry.after)
+        others = self._touched_since(self.entries[place:])
+        for each in later:
+            others |= differing(each.before, each.after)
+            others |= {path for two in each.moves for path in two}
+        # What a call changed for a moment, or only in its links, is not seen here.
+        listed = set(self.fs.history()[place].paths)
+        is_free = not any(related(path, others) for path in changed | listed)
+        is_free = is_free and not any(each.moves for each in later)
+        try:
+            told = self.fs.undo(entry.id)
+        except UndoRefused:
+            assert not is_free
+            assert self.state() == now
+            return
+        after = self.state()
+        self._note(now, linked, tuple(two[::-1] for two in entry.moves[::-1]))
+        if is_free and not any(each.id == entry.id for each in later):
+            assert told == ()
+            for path in {*now, *after}:
+                expected = entry.before if path in changed else now
+                assert after.get(path) == expected.get(path), path
+
+    def redo(self) -> None:
+        """Undo the newest entry twice: that changes nothing."""
+        if not self.entries or self.entries[-1].edited:
+            return
+        now, linked = self.state(), self.linked()
+        self.undo(0, "undo")
+        if len(self.entries) and self.state() != now:
+            self.undo(0, "undo")
+            assert (self.state(), self.linked()) == (now, linked)
+
+    def look_back(self) -> None:
+        """Only looking never fails, and says the same as an undo."""
+        history = WorkspaceHistory(self.root)
+        if not any(each.touched for each in self.entries[-1:]):
+            assert history.changed_since(history.calls()[-1:]) == {}
+        list(history.changes())
+
+
+def _is_cause(touched: str, path: str, after: State) -> bool:
+    """Whether what a person did at one path explains that another is not as it was."""
+    there = after.get(touched)
+    if path.startswith(f"{touched}/"):
+        return there is not None and there.kind != "directory"
+    return path == touched or (touched.startswith(f"{path}/") and there is not None)
+
+
+def _is_persons(found: Found) -> bool:
+    return isinstance(found.content, bytes) and found.content.startswith(b"a person")
+
+
+file, directory = st.sampled_from(FILES), st.sampled_from(DIRECTORIES)
+name = st.sampled_from(NAMES)
+CHANGES = st.one_of(
+    st.tuples(st.just("write"), file),
+    st.tuples(st.just("append"), file),
+    st.tuples(st.just("delete"), name),
+    st.tuples(st.just("delete"), directory),
+    st.tuples(st.just("move"), name, name),
+    st.tuples(st.just("move"), directory, directory),
+    st.tuples(st.just("copy"), name, name),
+    st.tuples(st.just("mkdir"), directory),
+    st.tuples(st.just("mode"), file),
+)
+LINKS = st.one_of(
+    st.tuples(st.just("link"), file, file),
+    st.tuples(st.just("symlink"), st.sampled_from(["a", "d", "nowhere"]), name),
+)
+HOW = st.sampled_from(["api", "command", "program"])
+EDITS = st.one_of(
+    st.tuples(st.just("write"), name),
+    st.tuples(st.just("write"), file),
+    st.tuples(st.just("same bytes"), file),
+    st.tuples(st.just("same directory"), directory),
+    st.tuples(st.just("touch"), name),
+    st.tuples(st.just("delete"), name),
+    st.tuples(st.just("mkdir"), directory),
+    st.tuples(st.just("move"), name, name),
+    st.tuples(st.just("mode"), name),
+)
+
+
+WAYS = st.sampled_from(["undo", "rewind", "revert", "force"])
+KINDS = (
+    *["call"] * 8,
+    *["person"] * 5,
+    *["undo"] * 5,
+    *["undo_one", "redo"] * 2,
+    *["failed_call", "look_back", "reopen"],
+)
+
+
+@st.composite
+def steps_of(draw: st.DrawFn) -> tuple[Any, ...]:
+    kind = draw(st.sampled_from(KINDS))
+    match kind:
+        case "call" | "failed_call":
+            how = draw(HOW)
+            changes = CHANGES if how == "api" else st.one_of(CHANGES, LINKS)
+            return (kind, how, *draw(st.lists(changes, min_size=1, max_size=3)))
+        case "person":
+            return (kind, *draw(EDITS))
+        case "undo":
+            return kind, draw(st.integers(0, 3)), draw(WAYS)
+        case "undo_one":
+            return kind, draw(st.integers(0, 5))
+        case _:
+            return (kind,)
+
+
+HISTORIES = st.lists(steps_of(), min_size=4, max_size=14).map(lambda steps: [FIRST, *steps])
+FIRST = ("call", "command", ("write", "e/in/c"))
+"""So that the first random call can be undone in every way."""
+
+
+@settings(max_examples=max(10, settings.default.max_examples // 3))
+@given(steps=HISTORIES, place=st.sampled_from(sorted(PLACES)))
+def test_what_no_one_else_has_touched_comes_back_and_the_rest_is_named(
+    steps: Steps, place: str
+) -> None:
+    go_through(steps, place)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("part", range(PARTS))
+@settings(max_examples=settings.default.max_examples // 2)
+@given(steps=HISTORIES)
+def test_so_it_is_after_many_histories(part: int, place: str, steps: Steps) -> None:
+    go_through(steps, place)
+
+
+def go_through(steps: Steps, place: str) -> None:
+    above = PLACES[place]
+    if above is not None and not os.access(above, os.W_OK):
+        above = None
+    with tempfile.TemporaryDirectory(prefix="wink-test-", dir=above) as directory:
+        work = Work(Path(directory))
+        with contextlib.closing(work):
+            for method, *arguments in steps:
+                getattr(work, str(method))(*arguments)
