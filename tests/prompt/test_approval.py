@@ -185,7 +185,7 @@ def test_a_person_is_asked_once_per_call_also_in_a_turn():
 
 
 def test_what_cannot_be_a_policy_is_refused():
-    with pytest.raises(TypeError, match="sets of names"):
+    with pytest.raises(TypeError, match="tools must be a set of tool names"):
         ApprovalPolicy(ask=lambda _: True, tools="pay")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be positive"):
         ApprovalPolicy(ask=lambda _: True, timeout=0)

@@ -439,7 +439,7 @@ def dependency_preconditions(row: Row) -> None:
 def custom_preconditions(row: Row) -> None:
     named(row, {
         "type": partial(of_type, CustomPrecondition, "custom"),
-        "id": lambda: so(CustomPrecondition(description="d", id="x", check=bool).id == "x"),
+        "id": lambda: so(CustomPrecondition(description="d", id="x", check=lambda: True).id == "x"),
         "check": lambda: asked(CustomPrecondition),
     })  # fmt: skip
 
@@ -684,7 +684,7 @@ def cascades(row: Row) -> None:
         "triggerTool": lambda: so(called(trigger_tool="note") == [5]),
         "triggerCondition": conditions,
         "apply": lambda: applied(partial(CascadeEffect, trigger_tool="note")),
-        "rollback": lambda: so(CascadeEffect(trigger_tool="t", rollback=print).rollback is print),
+        "rollback": lambda: so(CascadeEffect(trigger_tool="t", rollback=called).rollback is called),
     })  # fmt: skip
 
 
