@@ -1466,6 +1466,38 @@ def test_a_policy_names_a_tool_in_a_namespace_in_either_spelling():
         )
 
 
+def test_the_policies_of_a_section_hold_for_its_tools_in_a_namespace():
+    """They know the tools by the names that the section gives them."""
+    after = SequentialDependencyPolicy({"deploy": {"test"}})
+    section = MarkdownSection(title="S", tools=TOOLS, policies=[after, QuotaPolicy(2)])
+    tools = ToolRegistry.from_section(section, namespace="ops")
+
+    assert "missing required tools: test" in tools.execute("ops:deploy").message
+    assert tools.execute("ops:test").success
+    assert tools.execute("ops:deploy").success
+    typo = MarkdownSection(title="S", tools=TOOLS, policies=[REFERRING["dependency"]("tset")])
+    with pytest.raises(WinkError, match="refers to the tool 'tset'"):
+        ToolRegistry.from_section(typo, namespace="ops")
+    assert "Quota exceeded" in tools.execute("ops:deploy").message
+
+
+def test_files_are_read_before_they_are_written_in_a_namespace_too():
+    files = MemoryFilesystem({"a.txt": "old"})
+    section = MarkdownSection(
+        title="Files",
+        tools=file_tools(),
+        policies=[ReadBeforeWritePolicy(), ProtectedPathsPolicy([".env"])],
+        resources={Filesystem: files},
+    )
+    tools = ToolRegistry.from_section(section, namespace="fs")
+    change = {"path": "a.txt", "content": "new"}
+
+    assert "without reading it first" in tools.execute("fs:write_file", change).message
+    assert tools.execute("fs:read_file", {"path": "a.txt"}).success
+    assert tools.execute("fs:write_file", change).success
+    assert not tools.execute("fs:write_file", {**change, "path": ".env"}).metadata.undone
+
+
 def test_a_policy_of_ones_own_says_which_tools_it_is_about():
     class Mine:
         governs = frozenset({"deplyo"})

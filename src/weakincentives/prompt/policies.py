@@ -901,6 +901,20 @@ def refuse_unknown_references(
                 raise error(f"{says}, which {where} does not offer; {_hint(name, known)}")
 
 
+def refuse_misspelt_tools(
+    policies: Iterable[AttachedPolicy], known: Collection[str], error: type[Exception]
+) -> None:
+    """Refuse a policy that names almost a known tool, where there may be others, too."""
+    from difflib import get_close_matches
+
+    for policy in policies:
+        for name in (*policy.governs, *policy.refers_to):
+            near = () if name in known else get_close_matches(name, sorted(known), 1, 0.8)
+            if near:
+                says = f"policy {policy.name!r} names the tool {name!r}; did you mean {near[0]!r}?"
+                raise error(f"{says} If not, write if_offered({name!r})")
+
+
 def _hint(name: str, offered: Collection[str]) -> str:
     from difflib import get_close_matches
 

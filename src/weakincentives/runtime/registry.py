@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
-from weakincentives.errors import ToolDefinitionError, WinkError
+from weakincentives.errors import PromptValidationError, ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt.policies import (
     RUNTIME_TOOLS,
@@ -550,15 +550,23 @@ class ToolRegistry:
         Its policies and resources come along; what is given here wins. Tools that a provider runs
         are left out.
         """
+        space = _checked_namespace(namespace)
         bound = ResourceRegistry.of()
         entries: list[_Entry] = []
-        for each in _all_below(section):
+        known: dict[str, AnyTool] = {}
+        sections = tuple(_all_below(section))
+        names = names_of(tool for each in sections for tool in each.tools) | RUNTIME_TOOLS
+        for each in sections:
+            each.check_policies(names)
+            refuse_unknown_references(each.policies, names, "the section", PromptValidationError)
             bound = bound.merge(each.resources)
-            entries += [
-                _entry(tool, _checked_namespace(namespace), each.policies)
-                for tool in each.tools
-                if tool.handler is not None
-            ]
+            rules = tuple(
+                _in_namespace(policy, known) if space else policy for policy in each.policies
+            )
+            for tool in each.tools:
+                if tool.handler is not None:
+                    entries.append(_entry(tool, space, rules))
+                    known[entries[-1].tool.name] = tool
         if workspace is not None:
             bound = ResourceRegistry(
                 {kind: each for kind, each in bound.bindings.items() if kind is not Filesystem}
@@ -622,6 +630,24 @@ def _all_below(section: Section[Any]) -> Iterator[Section[Any]]:
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
     return tuple({id(policy.policy): policy for policy in policies}.values())
+
+
+def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> AttachedPolicy:
+    """Return a policy of a section whose tools are in a namespace: it sees them as they were."""
+
+    def seen_by(method: Callable[..., Any] | None) -> Any:
+        def called(tool: AnyTool, *args: object, **context: object) -> Any:
+            return cast("Any", method)(known.get(tool.name, tool), *args, **context)
+
+        return None if method is None else called
+
+    return replace(
+        policy.for_any_tool(),  # its names are those in the section, and are checked
+        check=seen_by(policy.check),
+        on_start=seen_by(policy.on_start),
+        on_result=seen_by(policy.on_result),
+        applies_to=seen_by(policy.applies_to),
+    )
 
 
 # Names
