@@ -24,6 +24,13 @@ class Named(NamedTuple):
         positional = [offered[name] for name in self.positional]
         return self.function(*positional, **{name: offered[name] for name in self.by_name})
 
+    def is_in_order(self, names: Sequence[str]) -> bool:
+        """Whether the function takes these by position, and nothing else."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return [*names] == [each.name for each in parameters] and all(
+            each.kind is Parameter.POSITIONAL_OR_KEYWORD for each in parameters
+        )
+
 
 def named(function: Callable[..., Any], offered: Sequence[str], who: str, has: str) -> Named:
     """Return a function as it is called: with what it names; ``**kwargs`` gets everything.

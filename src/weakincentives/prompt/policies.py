@@ -831,6 +831,14 @@ _FORMS = "it takes (tool, params, *, context), or by name any of"
 
 
 def _by_name(check: Named) -> Callable[..., Any]:
+    if check.is_in_order(_OFFERED):  # as the Chapter has it: by position, which is faster
+        function = check.function
+
+        def in_order(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
+            return function(tool.name, params, context)
+
+        return in_order
+
     def called(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
         return check({"tool_name": tool.name, "params": params, "context": context})
 

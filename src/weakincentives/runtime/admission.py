@@ -30,9 +30,12 @@ async def check_policies(
     by all policies that ask nobody.
     """
     tool, params, transaction.policies = offer.tool, transaction.params, offer.names
-    for policy in offer.policies:
-        if policy.asks_a_person if again else policy is editor:
-            continue
+    policies = offer.policies
+    if again:
+        policies = [policy for policy in policies if not policy.asks_a_person]
+    elif editor is not None:
+        policies = [policy for policy in policies if policy is not editor]
+    for policy in policies:
         try:
             verdict = policy.check(tool, params, context=transaction.bound)
             if verdict is ALLOWED:
@@ -66,9 +69,7 @@ async def check_policies(
             # An approval is for exactly what was shown.
             reason = f"Policy '{policy.name}' wants other arguments than were approved"
             raise PolicyDenied(reason, policy=policy.name)
-    if again or not offer.policies[-1].asks_a_person:  # people come last
-        return
-    if any(policy.asks_a_person and policy is not editor for policy in offer.policies):
+    if policies and policies[-1].asks_a_person:  # people come last
         await check_policies(transaction, offer, editor, again=True)
 
 
