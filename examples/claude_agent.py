@@ -22,7 +22,7 @@ from weakincentives.adapters import (
     ToolEnded,
 )
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.prompt import ReadBeforeWritePolicy
+from weakincentives.prompt import ReadBeforeWritePolicy, if_offered
 
 TASK = "Correct the spelling in the Markdown files of this directory, and nothing else."
 
@@ -40,7 +40,10 @@ def main(directory: str) -> None:
     model = ClaudeAgentSDKAdapter(
         model=os.environ.get("ANTHROPIC_MODEL"), native_tools=["Glob", "Read", "Edit"]
     )
-    reads_first = ReadBeforeWritePolicy(read_tools={"read"}, write_tools={"edit"})
+    # The prompt does not know the program's own tools.
+    reads_first = ReadBeforeWritePolicy(
+        read_tools={if_offered("read")}, write_tools={if_offered("edit")}
+    )
     with HostFilesystem(directory) as files:
         prompt = wink.Prompt(
             wink.PromptTemplate(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from weakincentives.errors import ContractError
+from weakincentives.named import Named, named, title_of
 from weakincentives.tool_result import ToolResult
 
 __all__ = ["ensure", "require"]
@@ -56,8 +56,8 @@ class _Check:
     """One condition."""
 
     message: str
-    holds: Callable[[Mapping[str, Any]], object]
-    """The predicate, called with those of a call's arguments that it names."""
+    holds: Named
+    """The predicate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _decorator(name: str, predicate: Callable[..., object], message: str) -> Cal
     if not callable(predicate):
         raise TypeError(f"@{name} needs a predicate to call, got {predicate!r}")
     if inspect.iscoroutinefunction(predicate):
-        raise TypeError(f"@{name}: {_title(predicate)} is async; predicates are plain functions")
+        raise TypeError(f"@{name}: {title_of(predicate)} is async; predicates are plain functions")
 
     def decorate(function: F) -> F:
         if not callable(function) or isinstance(function, (type, staticmethod, classmethod)):
@@ -89,15 +89,10 @@ def _decorator(name: str, predicate: Callable[..., object], message: str) -> Cal
             contract = _contracts.get(function, contract)
         signature = inspect.signature(contract.function)
         offered = [*signature.parameters, *(["result"] if name == "ensure" else [])]
-        try:
-            holds = _caller(predicate, offered)
-        except LookupError as unknown:
-            raise TypeError(
-                f"@{name}: {_title(predicate)} asks for {', '.join(unknown.args)}, "
-                f"but {_title(contract.function)} has {', '.join(offered) or 'no arguments'}"
-            ) from None
+        who, has = f"@{name}: {title_of(predicate)}", f"{title_of(contract.function)} has"
+        holds = named(predicate, offered, who, has)
         kind = "Precondition" if name == "require" else "Postcondition"
-        check = _Check(f"{kind} failed: {message or _title(predicate)}", holds)
+        check = _Check(f"{kind} failed: {message or title_of(predicate)}", holds)
         if name == "require":
             contract = replace(contract, before=(check, *contract.before))
         else:
@@ -107,40 +102,6 @@ def _decorator(name: str, predicate: Callable[..., object], message: str) -> Cal
         return cast(F, checked)
 
     return decorate
-
-
-def _caller(
-    predicate: Callable[..., object], offered: list[str]
-) -> Callable[[Mapping[str, Any]], object]:
-    """Return a function that calls the predicate with the arguments it names.
-
-    Raises:
-        LookupError: It names others than are offered.
-    """
-    try:
-        parameters = inspect.signature(predicate).parameters.values()
-    except ValueError as error:
-        raise TypeError(
-            f"the parameters of {_title(predicate)} cannot be read; wrap it in a lambda"
-        ) from error
-    takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
-    wanted = [
-        each
-        for each in parameters
-        if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        # `lambda x, limit=limit: ...` brings a value of its own.
-        and (each.name in offered or each.default is Parameter.empty)
-    ]
-    unknown = [each.name for each in wanted if each.name not in offered]
-    if unknown:
-        raise LookupError(*unknown)
-    positional = [each.name for each in wanted if each.kind is Parameter.POSITIONAL_ONLY]
-    by_name = [each.name for each in wanted if each.kind is not Parameter.POSITIONAL_ONLY]
-    if takes_all:
-        by_name = [name for name in offered if name not in positional]
-    return lambda arguments: predicate(
-        *[arguments[name] for name in positional], **{name: arguments[name] for name in by_name}
-    )
 
 
 def _enforce(contract: _Contract, signature: Signature) -> FunctionType:
@@ -209,7 +170,7 @@ def _binder(
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{_title(function)}() {error}") from None
+            raise TypeError(f"{title_of(function)}() {error}") from None
         bound.apply_defaults()
         return bound.arguments
 
@@ -230,12 +191,3 @@ def _answer_model(violation: ContractError) -> object:
 
 def _raise(violation: ContractError) -> object:
     raise violation
-
-
-def _title(function: Function) -> str:
-    """Return a name to show; for a lambda, where it stands."""
-    name = getattr(function, "__name__", None) or type(function).__name__
-    code = getattr(function, "__code__", None)
-    if name != "<lambda>" or code is None:
-        return name
-    return f"the lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"

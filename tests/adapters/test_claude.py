@@ -52,6 +52,7 @@ from weakincentives.prompt import (
     ReadBeforeWritePolicy,
     SectionVisibility,
     Tool,
+    if_offered,
 )
 from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import Session, ToolInvoked
@@ -228,7 +229,8 @@ def test_native_tools_and_ours_run_in_the_order_of_the_turn(workspace: HostFiles
 @program
 def test_policies_govern_native_tools(workspace: HostFilesystem):
     reads_first = ReadBeforeWritePolicy(
-        read_tools=frozenset({"read"}), write_tools=frozenset({"write", "edit"})
+        read_tools=frozenset(map(if_offered, ["read"])),
+        write_tools=frozenset(map(if_offered, ["write", "edit"])),
     )
     run = Run(workspace, policies=[reads_first])
     before = run.tree()
@@ -251,7 +253,7 @@ def test_a_native_call_whose_arguments_a_person_edits_does_not_run(workspace: Ho
     def ask(request: Any) -> Approval:
         return Approval(True, arguments={**request.arguments, "content": "edited\n"})
 
-    run = Run(workspace, policies=[ApprovalPolicy(ask=ask, tools={"write"})])
+    run = Run(workspace, policies=[ApprovalPolicy(ask=ask, tools={if_offered("write")})])
     before = run.tree()
 
     run.play(write(workspace, "a.txt", "as the model wrote it\n"), DONE)
@@ -653,7 +655,8 @@ def test_a_native_tool_writes_nothing_outside_of_the_workspace(
 @pytest.mark.parametrize("path", ["a.txt", "./a.txt", "link.txt", "{root}/x/../a.txt"])
 def test_policies_know_a_file_by_whatever_path_it_is_given(workspace: HostFilesystem, path: str):
     reads_first = ReadBeforeWritePolicy(
-        read_tools=frozenset({"read"}), write_tools=frozenset({"write"})
+        read_tools=frozenset(map(if_offered, ["read"])),
+        write_tools=frozenset(map(if_offered, ["write"])),
     )
     (workspace.root / "link.txt").symlink_to("a.txt")
     run = Run(workspace, policies=[reads_first])
@@ -828,7 +831,8 @@ def test_feedback_reaches_the_model_also_after_a_native_tool(
 @program
 def test_feedback_reaches_the_model_after_a_denied_native_tool(workspace: HostFilesystem):
     reads_first = ReadBeforeWritePolicy(
-        read_tools=frozenset({"read"}), write_tools=frozenset({"write"})
+        read_tools=frozenset(map(if_offered, ["read"])),
+        write_tools=frozenset(map(if_offered, ["write"])),
     )
     run = Run(workspace, policies=[reads_first])
 

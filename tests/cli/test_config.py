@@ -384,6 +384,31 @@ def test_a_rule_that_would_hold_for_nothing_is_refused(project: Path, spec: str,
     assert said in str(error.value)
 
 
+def test_a_policy_from_code_that_names_an_unknown_tool_is_refused(project: Path):
+    (project / "mine.py").write_text(
+        "from weakincentives.prompt import QuotaPolicy, if_offered\n"
+        "typo = QuotaPolicy(1, tools={'wirte_file'})\n"
+        "fine = QuotaPolicy(1, tools={'write_file', 'shell_execute', if_offered('deploy')})\n"
+    )
+    typo = load_settings(project, policy=["mine.py:typo"], suites=["files"])
+    fine = load_settings(project, policy=["mine.py:fine"], suites=["files"])
+
+    with pytest.raises(Misuse, match=r"did you mean 'write_file'\?"), open_workbench(typo):
+        pass
+    with open_workbench(fine):
+        pass
+
+
+def test_an_approval_of_an_unknown_tool_is_refused(project: Path):
+    (project / "wink.toml").write_text('ask = ["write_file"]\n[[approve]]\ntool = "wirte_file"\n')
+    settings = load_settings(project, suites=["files"])
+    trust_of(project).approve(trust_of(project).missing(settings))
+
+    said = r"approve: unknown tool 'wirte_file'.*did you mean write_file\?"
+    with pytest.raises(Misuse, match=said), open_workbench(settings):
+        pass
+
+
 def test_a_whole_path_is_protected_as_one_from_the_directory_on(project: Path):
     settings = load_settings(project, policy=[f"protect={project}/a.txt"], suites=["files"])
 

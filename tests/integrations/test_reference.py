@@ -15,9 +15,9 @@ import pytest
 from cases import Ask, Case, Driver, Job, Outcome, all_cases, run_on_loop
 
 from weakincentives import Tool, tool
-from weakincentives.errors import ApprovalNeeded, Suspended
+from weakincentives.errors import ApprovalNeeded, Suspended, ToolDefinitionError
 from weakincentives.integrations.bridge import Bridge
-from weakincentives.prompt import Approval
+from weakincentives.prompt import Approval, ApprovalPolicy, QuotaPolicy, if_offered
 
 
 class Reference(Driver):
@@ -103,3 +103,16 @@ async def _cancelled_when(stop: threading.Event, work: asyncio.Future[Any]) -> N
 @pytest.mark.parametrize("case", all_cases(), ids=str)
 def test_case(case: Case, tmp_path: Path) -> None:
     case.run(Reference, tmp_path)
+
+
+def test_a_policy_that_misspells_a_known_tool_is_refused(tmp_path: Path):
+    """The framework's own tools are not known here: their names are taken as they are."""
+    with pytest.raises(ToolDefinitionError, match=r"'wirte_file'; did you mean 'write_file'\?"):
+        Bridge(tmp_path, policies=[ApprovalPolicy(tools={"wirte_file"})])
+    with pytest.raises(ToolDefinitionError, match=r"'serch'; did you mean 'search'\?"):
+        Bridge(tmp_path, reaches={"search": "read"}, policies=[ApprovalPolicy(tools={"serch"})])
+    with pytest.raises(ToolDefinitionError, match="would share a count"):
+        Bridge(tmp_path, policies=[QuotaPolicy(1), QuotaPolicy(2)])
+
+    names = {"write_file", "search", "browse", if_offered("wirte_file")}
+    Bridge(tmp_path, reaches={"search": "read"}, policies=[ApprovalPolicy(tools=names)])

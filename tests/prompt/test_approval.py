@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weakincentives import Tool, ToolContext, ToolResult
 from weakincentives.contrib.tools import file_tools
-from weakincentives.errors import Suspended, ToolDefinitionError
+from weakincentives.errors import ApprovalNeeded, Suspended, ToolDefinitionError
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
     Approval,
@@ -23,9 +23,13 @@ from weakincentives.prompt import (
     ApprovalRule,
     CallPreview,
     MarkdownSection,
+    PolicyDecision,
     Prompt,
     PromptTemplate,
+    QuotaPolicy,
+    RateLimitPolicy,
     ReadBeforeWritePolicy,
+    if_offered,
 )
 from weakincentives.prompt.approval import plain_words
 from weakincentives.retry import RetryPolicy
@@ -185,7 +189,7 @@ def test_a_person_is_asked_once_per_call_also_in_a_turn():
 
 
 def test_what_cannot_be_a_policy_is_refused():
-    with pytest.raises(TypeError, match="sets of names"):
+    with pytest.raises(TypeError, match="tools must be a set of tool names"):
         ApprovalPolicy(ask=lambda _: True, tools="pay")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be positive"):
         ApprovalPolicy(ask=lambda _: True, timeout=0)
@@ -637,3 +641,141 @@ def test_always_outlives_a_failed_call_and_the_process(tmp_path: Path):
                 call(saved.session, "fail", amount=1)
 
     assert len(asked) == 1
+
+
+# What is checked before a person is checked again after the answer
+
+
+def guarded(*policies: Any, ran: list[int]) -> Session:
+    """A session with a tool under several policies."""
+    session = agent(ApprovalPolicy(tools={if_offered("other")}), ran)
+    assert session.prompt is not None
+    (section,) = session.prompt.template.sections
+    tools = MarkdownSection(title="Money", tools=section.tools, policies=policies)
+    Prompt(PromptTemplate(sections=[tools])).render(session)
+    return session
+
+
+@dataclass
+class Door:
+    """A policy that allows calls while it is open; it counts what it is asked."""
+
+    is_open: bool = True
+    checks: int = 0
+    name: str = "door"
+
+    def check(self, tool_name: str) -> str | None:
+        self.checks += 1
+        return None if self.is_open else "Closed"
+
+
+class AsyncDoor(Door):
+    async def check(self, tool_name: str) -> str | None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return Door.check(self, tool_name)
+
+
+@pytest.mark.parametrize("kind", [Door, AsyncDoor])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_was_allowed_before_a_person_was_asked_is_checked_again(kind: Any, order: int):
+    """Checked at 16:59, approved at 22:59: the office is closed by then."""
+    door, ran = kind(), []
+
+    def ask(request: ApprovalRequest) -> bool:
+        assert door.checks == 1
+        door.is_open = False
+        return True
+
+    session = guarded(*[door, ApprovalPolicy(ask=ask)][::order], ran=ran)
+
+    result = pay(session, 5)
+
+    assert (result.success, result.message, ran) == (False, "Closed", [])
+    record = session[ToolInvoked].latest()
+    assert record is not None
+    assert (record.denied_by, record.notes) == ("door", ("approval: approved",))
+
+
+def test_a_policy_that_fails_after_the_answer_denies_the_call():
+    ran: list[int] = []
+
+    class Broken(Door):
+        def check(self, tool_name: str) -> str | None:
+            self.checks += 1
+            if self.checks == 2:
+                raise OSError("no route")
+            return None
+
+    result = pay(guarded(Broken(), ApprovalPolicy(ask=lambda _: True), ran=ran), 5)
+
+    assert "could not decide and denies the call: OSError('no route')" in result.message
+    assert ran == []
+
+
+def test_a_call_that_a_person_approved_counts_once():
+    ran: list[int] = []
+    limits = [QuotaPolicy(2), RateLimitPolicy(2)]
+    session = guarded(*limits, ApprovalPolicy(ask=lambda _: True), ran=ran)
+
+    assert [pay(session, n).success for n in range(3)] == [True, True, False]
+    assert ran == [0, 1]
+
+
+def test_each_person_is_followed_by_the_checks_of_all_others():
+    """The second one's answer may come hours after the first one's."""
+    door, ran = Door(), []
+
+    def slow(request: ApprovalRequest) -> bool:
+        door.is_open = False
+        return True
+
+    two = [ApprovalPolicy(ask=lambda _: True), ApprovalPolicy(ask=slow, name="second")]
+
+    assert pay(guarded(door, *two, ran=ran), 5).message == "Closed"
+    assert ran == []
+
+
+def test_a_call_that_waited_elsewhere_is_checked_when_it_is_made_again():
+    door, ran = Door(), []
+    session = guarded(door, ApprovalPolicy(), ran=ran)
+    call = ToolCall("pay", {"amount": 5}, id="c1")
+    with pytest.raises(ApprovalNeeded):
+        execute_tool(call, session=session)
+    door.is_open = False
+
+    result = execute_tool(call, session=session, approval=Approval(True))
+
+    assert (result.message, ran) == ("Closed", [])
+
+
+def test_arguments_that_a_policy_wants_changed_after_the_approval_are_refused():
+    """An approval is for exactly the arguments that were shown."""
+    amounts = iter((None, {"amount": 500}))
+
+    class Rewrites:
+        name = "rewrites"
+
+        def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision(allowed=True, arguments=next(amounts))
+
+    ran: list[int] = []
+
+    result = pay(guarded(Rewrites(), ApprovalPolicy(ask=lambda _: True), ran=ran), 5)
+
+    assert "other arguments than were approved" in result.message
+    assert ran == []
+
+
+def test_arguments_that_a_policy_changed_before_the_approval_are_those_that_run():
+    class Doubles:
+        name = "doubles"
+
+        def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision(allowed=True, arguments={"amount": params.amount * 2})
+
+    asked: list[int] = []
+    ran: list[int] = []
+    ask = ApprovalPolicy(ask=lambda request: not asked.append(request.arguments["amount"]))
+
+    assert pay(guarded(Doubles(), ask, ran=ran), 5).success
+    assert (asked, ran) == ([10], [10])

@@ -14,9 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weakincentives.contrib.tools import file_tools
-from weakincentives.errors import FilesystemError, PromptValidationError
+from weakincentives.errors import (
+    FilesystemError,
+    PromptValidationError,
+    ToolDefinitionError,
+    WinkError,
+)
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
+    ApprovalPolicy,
+    ApprovalRule,
     MarkdownSection,
     PolicyDecision,
     PolicyState,
@@ -30,6 +37,7 @@ from weakincentives.prompt import (
     Tool,
     ToolContext,
     ToolResult,
+    if_offered,
     tool,
 )
 from weakincentives.retry import RetryPolicies
@@ -38,7 +46,9 @@ from weakincentives.runtime import (
     Snapshot,
     ToolCall,
     ToolInvoked,
+    ToolRegistry,
     execute_tool,
+    sequence,
     tool_transaction,
 )
 from weakincentives.testing import FakeClock
@@ -202,15 +212,15 @@ def test_a_dependency_may_stand_in_another_section():
 
 
 def test_the_policy_of_another_section_does_not_govern_a_tool():
-    policy = SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test"})})
     agent = Agent(
         sections=[
-            MarkdownSection(title="Checks", tools=[STEPS["test"]], policies=[policy]),
+            MarkdownSection(title="Checks", tools=[STEPS["test"]], policies=[Small("No")]),
             MarkdownSection(title="Release", tools=[STEPS["deploy"]]),
         ]
     )
 
     assert agent.allows("deploy")
+    assert not agent.allows("test")
 
 
 def test_a_policy_of_the_prompt_governs_every_tool():
@@ -1180,15 +1190,43 @@ def test_a_check_that_is_annotated_to_take_the_tool_gets_the_tool():
     assert Agent([Named()]).call("lint").message == "Not lint"
 
 
-def test_a_small_policy_may_name_its_parameters_as_it_likes():
-    class Other:
-        def check(self, name: str, args: object, ctx: ToolContext) -> str | None:
-            return None if name == "lint" and ctx.session else "No"
+def test_a_small_policy_gets_what_it_names():
+    class Swapped:
+        def check(self, context: ToolContext, tool_name: str) -> str | None:
+            return None if tool_name == "lint" and context.session else "No"
 
-    agent = Agent([Other()])
+    class KeywordOnly:
+        def check(self, tool_name: str, params: Any, *, context: ToolContext) -> str | None:
+            return None if tool_name == "lint" else "No"
 
-    assert agent.allows("lint")
-    assert not agent.allows("test")
+    class Everything:
+        def check(self, tool_name: str, **more: Any) -> str | None:
+            return None if tool_name == "lint" and {*more} == {"params", "context"} else "No"
+
+    for policy in (Swapped(), KeywordOnly(), Everything()):
+        agent = Agent([policy])
+        assert agent.allows("lint")
+        assert not agent.allows("test")
+
+
+class OtherNames:
+    def check(self, name: str, params: object, ctx: ToolContext) -> str | None: ...
+
+
+class NamesTheTool:
+    """It compares a tool to a text, and would allow everything."""
+
+    def check(self, tool: str, params: object, context: ToolContext) -> str | None: ...
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"), [(OtherNames(), "name, ctx"), (NamesTheTool(), "tool")]
+)
+def test_a_small_policy_that_names_something_else_is_refused(policy: Any, asked: str):
+    with pytest.raises(
+        TypeError, match=f"asks for {asked}, but .* any of tool_name, params, context"
+    ):
+        MarkdownSection(policies=[policy])
 
 
 def test_a_full_policy_may_take_its_context_among_others():
@@ -1247,7 +1285,7 @@ class NotCallable:
 
 
 class TooFew:
-    def check(self, tool_name: str) -> str | None: ...
+    def check(self, tool: Any, *, context: Any) -> Any: ...
 
 
 class TooMany:
@@ -1301,3 +1339,208 @@ def test_a_policy_can_be_used_in_several_prompts():
 def test_policies_that_count_under_one_name_are_refused():
     with pytest.raises(PromptValidationError, match="both called 'quota'"):
         Agent([QuotaPolicy(1), QuotaPolicy(2)])
+
+
+# Tools that a policy names
+
+
+ABOUT: dict[str, Any] = {
+    "approval": lambda name: ApprovalPolicy(ask=lambda _: True, tools={name}),
+    "quota": lambda name: QuotaPolicy(3, tools={name}),
+    "rate": lambda name: RateLimitPolicy(3, tools={name}),
+    "dependency": lambda name: SequentialDependencyPolicy({name: {"test"}}),
+    "write": lambda name: ReadBeforeWritePolicy(write_tools={name}),
+    "transfer": lambda name: ReadBeforeWritePolicy(transfer_tools={name}),
+    "removal": lambda name: ReadBeforeWritePolicy(removal_tools={name}),
+}
+REFERRING: dict[str, Any] = {
+    "dependency": lambda name: SequentialDependencyPolicy({"deploy": {name}}),
+    "read": lambda name: ReadBeforeWritePolicy(read_tools={name}),
+    "rule": lambda name: ApprovalPolicy(ask=lambda _: True, approved=[ApprovalRule(tool=name)]),
+}
+TOOLS = [STEPS["test"], STEPS["deploy"]]
+ATTACHED: dict[str, Any] = {
+    "section": lambda policy: MarkdownSection(title="S", tools=TOOLS, policies=[policy]),
+    "prompt": lambda policy: PromptTemplate(
+        sections=[MarkdownSection(title="S", tools=TOOLS)], policies=[policy]
+    ),
+    "registry": lambda policy: ToolRegistry(TOOLS, policies=[policy]),
+}
+
+
+@pytest.mark.parametrize("where", ATTACHED)
+@pytest.mark.parametrize("kind", ABOUT)
+def test_a_policy_about_a_tool_that_is_not_offered_is_refused_where_it_is_attached(
+    where: str, kind: str
+):
+    """It would silently let ``deploy`` run."""
+    attached, policy = ATTACHED[where], ABOUT[kind]
+
+    with pytest.raises(WinkError, match=r"'deplyo'.* never apply; did you mean 'deploy'\?"):
+        attached(policy("deplyo"))
+    with pytest.raises(WinkError, match=r"'fly'.*; its tools are deploy, test"):
+        attached(policy("fly"))
+
+    attached(policy("deploy"))
+    attached(policy(if_offered("deplyo")))
+
+
+@pytest.mark.parametrize("kind", REFERRING)
+def test_a_policy_that_refers_to_a_tool_that_is_not_offered_is_refused(kind: str):
+    policy = REFERRING[kind]
+    section = MarkdownSection(title="S", tools=TOOLS, policies=[policy("tset")])
+
+    for attached in (
+        lambda: PromptTemplate(sections=[section]),
+        lambda: ToolRegistry.from_section(section),
+        lambda: ATTACHED["prompt"](policy("tset")),
+        lambda: ATTACHED["registry"](policy("tset")),
+    ):
+        with pytest.raises(WinkError, match=r"refers to the tool 'tset'.*did you mean 'test'\?"):
+            attached()
+    for attached in ATTACHED.values():
+        attached(policy("test"))
+        attached(policy(if_offered("tset")))
+
+
+def test_a_policy_may_refer_to_the_tools_of_other_sections():
+    after = SequentialDependencyPolicy({"deploy": {"test"}})
+    release = MarkdownSection(title="Release", tools=[STEPS["deploy"]], policies=[after])
+    checks = MarkdownSection(title="Checks", tools=[STEPS["test"]], enabled=lambda: False)
+    PromptTemplate(sections=[release, checks])
+
+    with pytest.raises(PromptValidationError, match="refers to the tool 'test'"):
+        PromptTemplate(sections=[release])
+
+
+def test_a_policy_about_the_tool_of_another_section_is_refused():
+    """The policies of a section govern its own tools alone."""
+    late = MarkdownSection(title="Checks", policies=[QuotaPolicy(1, tools={"deploy"})])
+    release = MarkdownSection(title="Release", tools=[STEPS["deploy"]])
+
+    with pytest.raises(PromptValidationError, match="attach the policy to the section that does"):
+        PromptTemplate(sections=[late, release])
+
+
+def test_a_policy_governs_the_members_of_a_composed_tool():
+    composed = sequence([STEPS["test"], STEPS["deploy"]])
+
+    PromptTemplate(
+        sections=[MarkdownSection(title="S", tools=[composed])],
+        policies=[QuotaPolicy(1, tools={"deploy"})],
+    )
+
+
+def test_a_policy_may_be_about_the_tools_that_we_add_ourselves():
+    PromptTemplate(policies=[QuotaPolicy(1, tools={"read_result", "open_sections"})])
+
+
+def test_sections_that_are_bound_later_are_checked_when_they_are():
+    prompt = Prompt(PromptTemplate(sections=[MarkdownSection(title="S", tools=TOOLS)]))
+    more = MarkdownSection(title="More", policies=[QuotaPolicy(1, tools={"deplyo"})])
+
+    with pytest.raises(PromptValidationError, match="'deplyo'"):
+        prompt.bind(sections=[more])
+
+
+def test_a_registry_without_tools_is_checked_at_its_first_use():
+    tools = ToolRegistry(policies=[QuotaPolicy(1, tools={"deploy"})])
+
+    with pytest.raises(ToolDefinitionError, match="about the tool 'deploy'"):
+        tools.execute("deploy")
+    tools.register(STEPS["deploy"])
+    assert tools.execute("deploy").success
+    assert tools.unregister("deploy")  # which was no mistake
+    assert "not found" in tools.execute("deploy").message
+
+
+def test_a_policy_names_a_tool_in_a_namespace_in_either_spelling():
+    for name in ("ops:deploy", "ops__deploy"):
+        policies = [QuotaPolicy(0, tools={name}), SequentialDependencyPolicy({name: {name}})]
+        tools = ToolRegistry([STEPS["deploy"]], namespace="ops", policies=policies)
+        assert "Quota exceeded" in tools.execute("ops:deploy").message
+
+    with pytest.raises(ToolDefinitionError, match=r"did you mean 'ops__deploy'\?"):
+        ToolRegistry(
+            [STEPS["deploy"]], namespace="ops", policies=[QuotaPolicy(0, tools={"deploy"})]
+        )
+
+
+def test_the_policies_of_a_section_hold_for_its_tools_in_a_namespace():
+    """They know the tools by the names that the section gives them."""
+    after = SequentialDependencyPolicy({"deploy": {"test"}})
+    section = MarkdownSection(title="S", tools=TOOLS, policies=[after, QuotaPolicy(2)])
+    tools = ToolRegistry.from_section(section, namespace="ops")
+
+    assert "missing required tools: test" in tools.execute("ops:deploy").message
+    assert tools.execute("ops:test").success
+    assert tools.execute("ops:deploy").success
+    typo = MarkdownSection(title="S", tools=TOOLS, policies=[REFERRING["dependency"]("tset")])
+    with pytest.raises(WinkError, match="refers to the tool 'tset'"):
+        ToolRegistry.from_section(typo, namespace="ops")
+    assert "Quota exceeded" in tools.execute("ops:deploy").message
+
+
+def test_files_are_read_before_they_are_written_in_a_namespace_too():
+    files = MemoryFilesystem({"a.txt": "old"})
+    section = MarkdownSection(
+        title="Files",
+        tools=file_tools(),
+        policies=[ReadBeforeWritePolicy(), ProtectedPathsPolicy([".env"])],
+        resources={Filesystem: files},
+    )
+    tools = ToolRegistry.from_section(section, namespace="fs")
+    change = {"path": "a.txt", "content": "new"}
+
+    assert "without reading it first" in tools.execute("fs:write_file", change).message
+    assert tools.execute("fs:read_file", {"path": "a.txt"}).success
+    assert tools.execute("fs:write_file", change).success
+    assert not tools.execute("fs:write_file", {**change, "path": ".env"}).metadata.undone
+
+
+def test_a_policy_of_ones_own_says_which_tools_it_is_about():
+    class Mine:
+        governs = frozenset({"deplyo"})
+
+        def check(self, tool_name: str) -> str | None: ...
+
+    class Unrelated:
+        def governs(self) -> None: ...
+        def check(self, tool_name: str) -> str | None: ...
+
+    with pytest.raises(PromptValidationError, match="policy 'Mine' is about the tool 'deplyo'"):
+        MarkdownSection(title="S", tools=TOOLS, policies=[Mine()])
+    MarkdownSection(title="S", tools=TOOLS, policies=[Unrelated()])
+
+
+@pytest.mark.parametrize("kind", [*ABOUT])
+def test_a_text_is_not_a_set_of_tools(kind: str):
+    with pytest.raises(TypeError, match="must be a set of tool names, got a string"):
+        {
+            "approval": lambda: ApprovalPolicy(tools="deploy"),  # type: ignore[arg-type]
+            "quota": lambda: QuotaPolicy(3, tools="deploy"),  # type: ignore[arg-type]
+            "rate": lambda: RateLimitPolicy(3, tools="deploy"),  # type: ignore[arg-type]
+            "dependency": lambda: SequentialDependencyPolicy({"deploy": "test"}),  # type: ignore
+            "write": lambda: ReadBeforeWritePolicy(write_tools="save"),  # type: ignore[arg-type]
+            "transfer": lambda: ReadBeforeWritePolicy(transfer_tools="save"),  # type: ignore
+            "removal": lambda: ReadBeforeWritePolicy(removal_tools="save"),  # type: ignore
+        }[kind]()
+
+
+@pytest.mark.parametrize("kind", [QuotaPolicy, RateLimitPolicy])
+def test_two_counting_policies_of_one_name_are_refused_in_a_registry_too(kind: Any):
+    """They would share a count, and each call would count twice."""
+    tools, one, other = [STEPS["test"]], kind(3), kind(5)
+
+    with pytest.raises(ToolDefinitionError, match="would share a count; rename one"):
+        ToolRegistry(tools, policies=[one, other])
+    section = MarkdownSection(title="S", tools=tools, policies=[one])
+    with pytest.raises(ToolDefinitionError, match="would share a count"):
+        ToolRegistry.from_section(section, policies=[other])
+    with pytest.raises(ToolDefinitionError, match="would share a count"):
+        ToolRegistry(policies=[one, other]).execute(STEPS["test"])
+
+    named = ToolRegistry(tools, policies=[kind(3, name="mine"), one, one])
+    for _ in range(3):
+        assert named.execute("test").success
+    assert not named.execute("test").success

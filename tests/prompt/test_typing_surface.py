@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 SURFACE = Path(__file__).with_name("typing_surface.py")
+APPLICATION = Path(__file__).with_name("typing_application.py")
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 
@@ -25,6 +26,16 @@ def pages(tmp_path: Path) -> list[Path]:
     return made
 
 
+@pytest.fixture
+def application(tmp_path: Path) -> list[Path]:
+    """The application, as users of each mode of pyright check it."""
+    made: list[Path] = []
+    for mode in ("basic", "strict"):
+        made.append(tmp_path / f"application_{mode}.py")
+        made[-1].write_text(f"# pyright: {mode}\n{APPLICATION.read_text()}")
+    return made
+
+
 @pytest.mark.heavy  # `make lint` checks the library and the examples
 @pytest.mark.parametrize(
     ("checker", "options"),
@@ -34,12 +45,16 @@ def pages(tmp_path: Path) -> list[Path]:
     ],
 )
 def test_the_typed_surface_reads_as_written_and_the_first_pages_are_clean(
-    checker: str, options: list[str], pages: list[Path]
+    checker: str, options: list[str], pages: list[Path], application: list[Path]
 ):
-    """Every assert_type holds, and every mistake that is marked as one is found."""
+    """Every assert_type holds, and every mistake that is marked as one is found.
+
+    An application needs no ignore comment in pyright's basic mode, its strict mode, or mypy's.
+    """
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed")
-    command = [sys.executable, "-m", checker, *options, str(SURFACE), *map(str, pages)]
+    files = map(str, (SURFACE, *pages, *application))
+    command = [sys.executable, "-m", checker, *options, *files]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
 
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -32,6 +32,7 @@ from weakincentives.prompt import (
     Tool,
     ToolContext,
     ToolResult,
+    if_offered,
     tool,
 )
 from weakincentives.prompt.contracts import CustomPrecondition, Effect, NotificationEffect
@@ -389,7 +390,7 @@ def test_each_member_leaves_a_record_that_its_composed_call_is_named_in():
 
 def test_policies_of_the_composed_tool_govern_its_members_too():
     """A tool is not freed of its rules by being part of another."""
-    rule = SequentialDependencyPolicy({"b": {"test"}})
+    rule = SequentialDependencyPolicy({"b": {if_offered("test")}})
     world, result = run(sequence([fine("a"), fine("b")]), policies=[rule])
 
     assert not result.success
@@ -398,7 +399,7 @@ def test_policies_of_the_composed_tool_govern_its_members_too():
 
 
 def test_policies_reach_the_members_of_a_branch():
-    rule = SequentialDependencyPolicy({"b": {"test"}})
+    rule = SequentialDependencyPolicy({"b": {if_offered("test")}})
     composed = conditional([ConditionalBranch(lambda r, c: True, [fine("a"), fine("b")])])
     world, result = run(composed, policies=[rule])
 
@@ -447,7 +448,8 @@ def test_notifications_of_members_leave_only_when_the_whole_is_kept():
 def test_effects_of_a_member_that_is_rolled_back_itself_are_rolled_back():
     told: list[str] = []
     effect = Effect(
-        apply=lambda c, r: told.append("applied"), rollback=lambda c: told.append("rolled back")
+        apply=lambda context, result: told.append("applied"),
+        rollback=lambda context: told.append("rolled back"),
     )
     broken = Effect(apply=raising(ValueError("no")))
     run(sequence([fine("a", effects=[effect, broken])]))

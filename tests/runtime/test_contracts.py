@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
@@ -121,7 +122,9 @@ def test_a_check_takes_as_much_as_it_asks_for_and_may_be_async():
 
     checks: list[Precondition] = [
         CustomPrecondition(description="none", check=lambda: not seen.append(0)),
-        CustomPrecondition(description="context", check=lambda c: not seen.append(c.call_id)),
+        CustomPrecondition(
+            description="context", check=lambda context: not seen.append(context.call_id)
+        ),
         CustomPrecondition(description="both", check=with_both),
     ]
     w = world(make_tool("work", nothing, preconditions=checks))
@@ -242,8 +245,177 @@ def test_a_contract_that_cannot_work_is_refused_where_it_is_written(make: Any):
 def test_a_tool_takes_only_contracts():
     with pytest.raises(ToolDefinitionError, match="tool 'work': preconditions must be"):
         make_tool("work", nothing, preconditions=[lambda: True])
-    with pytest.raises(TypeError, match="at most two arguments"):
-        CustomPrecondition(description="x", check=lambda a, b, c: True)
+
+
+CONTRACTS: list[Any] = [
+    lambda function: CustomPrecondition(description="x", check=function),
+    lambda function: ResourcePrecondition(description="x", resource="y", check=function),
+    lambda function: Effect(description="x", apply=function),
+    lambda function: Effect(description="x", apply=lambda: None, rollback=function),
+    lambda function: StateChangeEffect(state="x", rollback=function),
+    lambda function: CascadeEffect(trigger_tool="x", apply=function),
+]
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize(
+    ("function", "asks_for"),
+    [
+        (lambda c: True, "c"),
+        (lambda context, p: True, "p"),
+        (lambda *, parameters: True, "parameters"),
+        (lambda context, params, result, more: True, "more"),
+        (lambda *args: True, r"\*args"),
+        ([].append, "object"),
+        (functools.partial(lambda context, x, y: True, x=1), "y"),
+        (Permissions.grant, "self"),
+    ],
+)
+def test_what_a_contract_asks_for_beyond_what_there_is_is_refused_where_it_is_written(
+    contract: Any, function: Any, asks_for: str
+):
+    """By position it got whatever stood there, and could be true by accident."""
+    with pytest.raises(TypeError, match=rf"asks for .*{asks_for}.*, but it is called with context"):
+        contract(function)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_function_whose_parameters_cannot_be_read_is_refused(contract: Any):
+    with pytest.raises(TypeError, match="cannot be read; wrap it in a lambda"):
+        contract(max)
+    with pytest.raises(TypeError, match="must be a function"):
+        contract("yes")
+
+
+def test_a_precondition_cannot_ask_for_a_result():
+    with pytest.raises(TypeError, match="asks for result, but it is called with context, params"):
+        CustomPrecondition(description="x", check=lambda result: True)
+
+
+class Checks:
+    """Checks in every form that a function can have."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def method(self, params: Step) -> bool:
+        self.seen.append(params.name)
+        return True
+
+    def __call__(self, *, params: Step, context: ToolContext) -> bool:
+        self.seen.append((params.name, context.call_id))
+        return True
+
+    def positional(self, params: Step, /) -> bool:
+        return self.method(params)
+
+    def with_more(self, limit: int, params: Step, context: ToolContext | None = None) -> bool:
+        self.seen.append((limit, params.name, context is not None))
+        return True
+
+    def everything(self, **offered: Any) -> bool:
+        self.seen.append(sorted(offered))
+        return True
+
+    def nothing(self, *_: Any) -> bool:
+        self.seen.append("nothing")
+        return True
+
+    async def later(self, params: Step) -> bool:
+        await asyncio.sleep(0)
+        return self.method(params)
+
+
+def test_a_check_gets_what_it_names_in_whatever_form_and_order_it_is_written():
+    """``check=lambda params: ...`` gets the parameters, not the context."""
+    checks = Checks()
+    seen = checks.seen
+    functions: list[tuple[Any, Any]] = [
+        (lambda params: not seen.append(params.name), "x"),
+        (lambda params, context: not seen.append((params.name, context.call_id)), ("x", "c1")),
+        (lambda context, name="mine": not seen.append(name), "mine"),
+        (lambda params=None: not seen.append(params.name), "x"),
+        (checks.method, "x"),
+        (checks, ("x", "c1")),
+        (checks.positional, "x"),
+        (functools.partial(checks.with_more, 3), (3, "x", True)),
+        (functools.partial(checks.with_more, limit=4), (4, "x", True)),
+        (functools.partial(checks.with_more, 5, context=None), (5, "x", False)),
+        (checks.everything, ["context", "params"]),
+        (checks.nothing, "nothing"),
+        (checks.later, "x"),
+    ]
+    preconditions = [CustomPrecondition(description="d", check=each) for each, _ in functions]
+    w = world(make_tool("work", nothing, preconditions=preconditions))
+
+    result = execute_tool(ToolCall("work", {"name": "x"}, id="c1"), session=w.session)
+
+    assert result.success, result.message
+    assert seen == [expected for _, expected in functions]
+
+
+def test_effects_and_rollbacks_get_what_they_name_in_any_order():
+    seen: list[Any] = []
+
+    def fail(params: Step) -> None:
+        raise ValueError(f"no {params.name}")
+
+    w = world(
+        make_tool(
+            "work",
+            nothing,
+            effects=[
+                Effect(
+                    apply=lambda result, params: seen.append((params.name, result.success)),
+                    rollback=lambda params: seen.append(f"undo {params.name}"),
+                ),
+                Effect(
+                    apply=lambda **offered: seen.append(sorted(offered)),
+                    rollback=lambda result, context, params: seen.append(
+                        (params.name, context.call_id, result.success)
+                    ),
+                ),
+                Effect(apply=fail),
+            ],
+        )
+    )
+
+    result = execute_tool(ToolCall("work", {"name": "x"}, id="c1"), session=w.session)
+
+    assert "no x" in result.message
+    assert seen == [("x", True), ["context", "params", "result"], ("x", "c1", False), "undo x"]
+
+
+def test_effects_after_the_commit_and_rollbacks_of_nested_calls_get_their_own_params():
+    seen: list[str] = []
+    effect = Effect(
+        apply=lambda params: seen.append(params.name),
+        rollback=lambda params: seen.append(f"undo {params.name}"),
+    )
+    tell = NotificationEffect(event="told", apply=lambda params: seen.append(f"tell {params.name}"))
+    inner = make_tool("inner", nothing, effects=[effect, tell])
+
+    def outer(params: Step, context: ToolContext) -> None:
+        inner({"name": "inner"}, context=context)
+        if params.name == "fails":
+            raise ValueError("no")
+
+    w = world(make_tool("outer", outer))
+
+    assert not w.call("outer", name="fails").success
+    assert seen == ["inner", "undo inner"]
+    assert w.call("outer", name="works").success
+    assert seen[2:] == ["inner", "tell inner"]
+
+
+def test_effects_applied_by_hand_get_the_arguments_they_are_applied_for():
+    seen: list[str] = []
+    effect = Effect(apply=lambda params: seen.append(params.name))
+    tools = ToolRegistry([make_tool("work", nothing, effects=[effect])])
+
+    tools.apply_effects("work", ToolResult.ok(), arguments={"name": "x"})
+
+    assert seen == ["x"]
 
 
 # Effects inside the transaction

@@ -182,7 +182,7 @@ def test_what_stays_inside_needs_no_ledger(world: World, path: Path, reach: str 
 
 def test_a_call_that_was_refused_has_not_begun(world: World, path: Path):
     class Never:
-        def check(self, name: str, params: object, context: object) -> str:
+        def check(self, tool_name: str) -> str:
             return "never"
 
     ledger = OutcomeLedger(path)

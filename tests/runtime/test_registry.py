@@ -585,7 +585,7 @@ def test_preconditions_can_be_checked_without_running_anything():
 
 def test_a_precondition_sees_the_arguments_it_is_checked_for():
     even = CustomPrecondition(
-        description="an even number of letters", check=lambda c, p: len(p.name) % 2 == 0
+        description="an even number of letters", check=lambda params: len(params.name) % 2 == 0
     )
     registry = in_memory(make_tool("even", lambda p, c: None, preconditions=[even]))
 
@@ -652,7 +652,10 @@ def test_effects_applied_by_hand_leave_nothing_when_one_fails():
     effects = [
         NotificationEffect(event="done"),
         StateChangeEffect(state="steps", change="increment"),
-        Effect(apply=lambda c: c.filesystem.write("b.txt", "b"), rollback=lambda: told.append("b")),
+        Effect(
+            apply=lambda context: context.filesystem.write("b.txt", "b"),
+            rollback=lambda: told.append("b"),
+        ),
         Effect(apply=fail),
     ]
     fs, memory = MemoryFilesystem({"a.txt": "a"}), MemoryManager()

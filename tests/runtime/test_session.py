@@ -34,6 +34,7 @@ from weakincentives.prompt import (
     QuotaPolicy,
     RateLimitPolicy,
     SequentialDependencyPolicy,
+    if_offered,
 )
 from weakincentives.runtime import (
     Dispatcher,
@@ -698,7 +699,7 @@ class TestJson:
         policies = [
             RateLimitPolicy(max_calls_per_minute=3),
             QuotaPolicy(max_calls=2),
-            SequentialDependencyPolicy(dependencies={"other": frozenset({"answer"})}),
+            SequentialDependencyPolicy(dependencies={if_offered("other"): frozenset({"answer"})}),
         ]
         section = MarkdownSection(title="Ask", template="Ask away.", key="ask", tools=[ANSWER])
         prompt = Prompt(

@@ -62,7 +62,8 @@ def declared_with_tools(row: Row) -> None:
     assert not shop().call("deploy").success
     assert Model.offered(noop_tool("test"), noop_tool("deploy")).call("deploy").success
     for policies in ({"policies": [AFTER_TEST]}, {}):
-        section = MarkdownSection(title="S", tools=[noop_tool("deploy")])
+        tools = [noop_tool("test"), noop_tool("deploy")]
+        section = MarkdownSection(title="S", tools=tools)
         model = Model(Prompt(PromptTemplate(sections=[section], **policies)))
         assert model.call("deploy").success is not bool(policies)
 

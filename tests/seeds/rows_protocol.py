@@ -439,7 +439,7 @@ def dependency_preconditions(row: Row) -> None:
 def custom_preconditions(row: Row) -> None:
     named(row, {
         "type": partial(of_type, CustomPrecondition, "custom"),
-        "id": lambda: so(CustomPrecondition(description="d", id="x", check=bool).id == "x"),
+        "id": lambda: so(CustomPrecondition(description="d", id="x", check=lambda: True).id == "x"),
         "check": lambda: asked(CustomPrecondition),
     })  # fmt: skip
 

@@ -60,7 +60,7 @@ from weakincentives.prompt.overrides import (
     TextOverride,
     describe,
 )
-from weakincentives.prompt.policies import AnyPolicy, attach
+from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach, names_of
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
@@ -140,21 +140,26 @@ def open_workbench(
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
-    rules = settings.policy.unprotect
-    opening = nullcontext(files) if files else open_workspace(settings.workspace, unprotected=rules)
+    bare = settings.policy.unprotect
+    opening = nullcontext(files) if files else open_workspace(settings.workspace, unprotected=bare)
     with opening as files:
         if tools is None:
             sections, shell, planning = _sections(settings, session, files)
         else:
             sections: list[Section[Any]] = [MarkdownSection(title="Programs", tools=tools)]
             shell = planning = None
+        rules = attach([*policies, *_policies(settings, None if suspends else ask or _deny)])
+        if tools is None:
+            _check_names(settings, _names([*sections, *more]))
+        else:
+            rules = tuple(each.for_any_tool() for each in rules)
         try:
             template = PromptTemplate(
                 ns="wink",
                 key="workbench",
                 name="Workbench",
                 sections=[*sections, *more],
-                policies=[*policies, *_policies(settings, None if suspends else ask or _deny)],
+                policies=rules,
                 resources={Filesystem: files},
             )
             prompt = Prompt(template, overrides=_overrides(template, texts or {}))
@@ -169,8 +174,6 @@ def open_workbench(
             shell=shell,
             completion=None if planning is None else planning.completion,
         )
-        if tools is None:
-            _check_names(settings, workbench.offers)
         with prompt.resources:
             yield workbench
 
@@ -272,6 +275,10 @@ def _made(spec: str, make: Callable[..., object], session: Session | None = None
         raise Misuse(f"{spec} failed: {type(error).__name__}: {error}") from error
 
 
+def _names(sections: Iterable[Section[Any]]) -> set[str]:
+    return names_of(tool for section in _with_children(sections) for tool in section.tools)
+
+
 def _with_children(sections: Iterable[Section[Any]]) -> Iterable[Section[Any]]:
     for each in sections:
         yield each
@@ -294,11 +301,11 @@ everything they ask for, and nothing else.
 # Rules
 
 
-def _policies(settings: Settings, ask: Ask | None) -> list[AnyPolicy]:
+def _policies(settings: Settings, ask: Ask | None) -> list[AttachedPolicy]:
     """Return the rules for all tools; approval comes last, for what the others allow."""
     rules = settings.policy
     try:
-        policies: list[AnyPolicy] = [ProtectedPathsPolicy(_protected(settings))]
+        policies: list[Any] = [ProtectedPathsPolicy(_protected(settings))]
     except FilesystemError as error:
         raise Misuse(f"policy.protect: {error}") from error
     if rules.deny:
@@ -325,7 +332,9 @@ def _policies(settings: Settings, ask: Ask | None) -> list[AnyPolicy]:
         policies.append(
             ApprovalPolicy(ask=ask, tools=tools, reaches=reaches, timeout=None, approved=approved)
         )
-    return policies
+    # A rule may be about a suite that is disabled.
+    known = suite_tools()
+    return [each.except_for(known) for each in attach(policies)]
 
 
 def _tools(name: str) -> frozenset[str]:
@@ -390,6 +399,7 @@ def _check_names(settings: Settings, offered: Iterable[str]) -> None:
     known = suite_tools() | set(offered)
     named = {
         "ask": [name for name in settings.ask if name not in _reaches()],
+        "approve": [rule.tool for rule in settings.approve],
         "policy.deny": list(rules.deny),
         "policy.quota": list(rules.quota),
         "policy.rate": list(rules.rate),

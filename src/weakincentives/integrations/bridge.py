@@ -20,12 +20,20 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import WinkError
+from weakincentives.errors import ToolDefinitionError, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.loops import run_blocking
 from weakincentives.prompt.approval import ApprovalAsked
-from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
+from weakincentives.prompt.policies import (
+    RUNTIME_TOOLS,
+    AnyPolicy,
+    ReadBeforeWritePolicy,
+    attach,
+    names_of,
+    refuse_misspelt_tools,
+    refuse_shared_counts,
+)
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.retry import TIMEOUT
 from weakincentives.runtime.calls import open_run
@@ -288,7 +296,8 @@ class Bridge(Closes):
     Args:
         workspace: The directory, or a function of the framework's run context.
         tools: What the agent is offered: our tools, or the framework's; by default the file tools.
-        policies: They govern every call, those of the framework's own tools included.
+        policies: They govern every call, those of the framework's own tools included. A misspelt
+            name of a tool that is known here is refused.
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it; may be a function of the
             framework's run context. By default each bridge begins a run of its own.
@@ -326,6 +335,12 @@ class Bridge(Closes):
             rest = read_result_tool()
             if all(tool.name != rest.name for tool in self.tools):
                 self.tools = (*self.tools, rest)
+        attached = attach(self.policies)
+        known = names_of(self.tools) | RUNTIME_TOOLS | {*self.reaches}
+        refuse_misspelt_tools(attached, known, ToolDefinitionError)
+        refuse_shared_counts(attached, ToolDefinitionError)
+        # The framework may have tools of its own, which are known when they are called.
+        self.policies = tuple(policy.for_any_tool() for policy in attached)
         self._lock = threading.Lock()
         self._runs: dict[_Place, _Run] = {}
         self._closed = False

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         SequentialDependencyPolicy as SequentialDependencyPolicy,
     )
     from weakincentives.prompt.policies import ToolPolicy as ToolPolicy
+    from weakincentives.prompt.policies import if_offered as if_offered
     from weakincentives.prompt.prompt import Prompt as Prompt
     from weakincentives.prompt.prompt import PromptResources as PromptResources
     from weakincentives.prompt.prompt import PromptTemplate as PromptTemplate

@@ -22,7 +22,7 @@ from weakincentives.errors import (
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.logs import get_logger
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.policies import ALLOWED, PolicyDecision
+from weakincentives.prompt.policies import ALLOWED, PolicyDecision, tool_names
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.serde import dump
@@ -283,10 +283,19 @@ class ApprovalPolicy:
     asks_a_person: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.tools, str) or isinstance(self.reaches, str):
-            raise TypeError("tools and reaches take sets of names, got a string")
+        if isinstance(self.reaches, str):
+            raise TypeError("reaches must be a set of reaches, got a string")
+        object.__setattr__(self, "tools", tool_names("tools", self.tools))
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be positive seconds, got {self.timeout!r}")
+
+    @property
+    def governs(self) -> AbstractSet[str]:
+        return self.tools
+
+    @property
+    def refers_to(self) -> AbstractSet[str]:
+        return frozenset(rule.tool for rule in self.approved)
 
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
         """Whether calls of this tool may need approval."""

@@ -6,12 +6,13 @@ State and memory effects belong to the transaction; notifications and cascades f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, get_args
 
 from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
+from weakincentives.named import Named, named
 from weakincentives.prompt.policies import missing_tools
 from weakincentives.prompt.signatures import is_async
 
@@ -23,12 +24,54 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
+T_co = TypeVar("T_co", covariant=True)
+
 MemoryScope = Literal["working", "short-term", "long-term", "short_term", "long_term"]
 """How long something is remembered; the last two are other spellings."""
-Check = Callable[..., "bool | Awaitable[bool]"]
-"""Called with as many of ``(context, params)`` as it requires."""
-Step = Callable[..., object]
-"""Called with as many of ``(context, result)`` as it requires; may be async."""
+
+
+# The functions of contracts: each is called with what it names.
+
+
+class _AsksNothing(Protocol[T_co]):
+    def __call__(self) -> T_co: ...
+
+
+class _AsksContext(Protocol[T_co]):
+    def __call__(self, *, context: ToolContext) -> T_co: ...
+
+
+class _AsksParams(Protocol[T_co]):
+    def __call__(self, *, params: Any) -> T_co: ...
+
+
+class _AsksResult(Protocol[T_co]):
+    def __call__(self, *, result: ToolResult[Any]) -> T_co: ...
+
+
+class _AsksContextParams(Protocol[T_co]):
+    def __call__(self, *, context: ToolContext, params: Any) -> T_co: ...
+
+
+class _AsksContextResult(Protocol[T_co]):
+    def __call__(self, *, context: ToolContext, result: ToolResult[Any]) -> T_co: ...
+
+
+class _AsksParamsResult(Protocol[T_co]):
+    def __call__(self, *, params: Any, result: ToolResult[Any]) -> T_co: ...
+
+
+class _AsksAll(Protocol[T_co]):
+    def __call__(self, *, context: ToolContext, params: Any, result: ToolResult[Any]) -> T_co: ...
+
+
+_Before = _AsksNothing[T_co] | _AsksContext[T_co] | _AsksParams[T_co] | _AsksContextParams[T_co]
+_After = _AsksResult[T_co] | _AsksContextResult[T_co] | _AsksParamsResult[T_co] | _AsksAll[T_co]
+
+Check = _Before["bool | Awaitable[bool]"]
+"""Called with those of ``context`` and ``params`` that it names; plain or async."""
+Step = _Before[object] | _After[object]
+"""Called with those of ``context``, ``params`` and ``result`` that it names; plain or async."""
 
 
 class _Contract:
@@ -36,6 +79,8 @@ class _Contract:
 
     type: ClassVar[str] = ""
     _functions: ClassVar[tuple[str, ...]] = ()
+    _offered: ClassVar[tuple[str, ...]] = ("context", "params")
+    """What the functions may ask for, by name."""
     _names: ClassVar[tuple[str, ...]] = ()
     """The fields that hold a name, which must not be empty."""
     _choices: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
@@ -46,8 +91,9 @@ class _Contract:
         where = f"{type(self).__name__} {self.description!r}"
         for name in self._functions:
             function = getattr(self, name)
-            if function is not None and _required(function) > 2:
-                raise TypeError(f"{where}: {name} takes at most two arguments, got {function!r}")
+            if function is not None:
+                made = named(function, self._offered, f"{where}: {name}", "it is called with")
+                object.__setattr__(self, f"_call_{name}", made)
         for name in self._names:
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
@@ -74,6 +120,7 @@ class Precondition(_Contract):
     critical: bool = True
     """Whether the call is refused without it; otherwise it runs in degraded mode."""
     check: Check | None = None
+    _call_check: Named = field(init=False, repr=False, compare=False)
 
     @property
     def is_async(self) -> bool:
@@ -83,7 +130,7 @@ class Precondition(_Contract):
         """Return whether it holds, or an awaitable of that."""
         if self.check is None:
             return self._default(context)
-        return self.check(*(context, params)[: _required(self.check)])
+        return self._call_check({"context": context, "params": params})
 
     def _default(self, context: ToolContext) -> bool:
         raise NotImplementedError
@@ -255,6 +302,7 @@ class Effect(_Contract):
     """What follows from a success."""
 
     _functions = ("apply", "rollback")
+    _offered = ("context", "params", "result")
     after_commit: ClassVar[bool] = False
     """Whether it reaches others, and so must wait until nothing can be undone."""
 
@@ -265,6 +313,8 @@ class Effect(_Contract):
     """Applies it; without one, the fields say what to do."""
     rollback: Step | None = None
     """Undoes what no snapshot covers."""
+    _call_apply: Named = field(init=False, repr=False, compare=False)
+    _call_rollback: Named = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -284,16 +334,17 @@ class Effect(_Contract):
     def can_roll_back(self) -> bool:
         return self.reversible and self.rollback is not None
 
-    def run(self, context: ToolContext, result: ToolResult[Any]) -> object:
+    def run(self, context: ToolContext, result: ToolResult[Any], params: object = None) -> object:
         """Apply the effect. The caller awaits what an async one returns."""
         if self.apply is None:
             return self._default(context, result)
-        return self.apply(*(context, result)[: _required(self.apply)])
+        return self._call_apply({"context": context, "params": params, "result": result})
 
-    def roll_back(self, context: ToolContext, result: ToolResult[Any]) -> object:
+    def roll_back(
+        self, context: ToolContext, result: ToolResult[Any], params: object = None
+    ) -> object:
         """Call the effect's own rollback. The caller awaits what an async one returns."""
-        assert self.rollback is not None
-        return self.rollback(*(context, result)[: _required(self.rollback)])
+        return self._call_rollback({"context": context, "params": params, "result": result})
 
     def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
         raise NotImplementedError
@@ -407,22 +458,6 @@ class CascadeEffect(Effect):
     def triggers(self, result: ToolResult[Any]) -> bool:
         """Whether a result fulfils the trigger condition, for an ``apply`` of its own, too."""
         return self.trigger_condition is None or bool(self.trigger_condition(result))
-
-
-def _required(function: Callable[..., Any]) -> int:
-    """Return how many arguments a function requires; two where it takes any number."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a built-in without a signature
-        return 1
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return 2
-    # One with a default is its author's own: `lambda context, name=name: ...` in a loop.
-    return sum(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        and each.default is each.empty
-        for each in parameters
-    )
 
 
 def _value(value: object, result: ToolResult[Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from itertools import filterfalse
@@ -22,6 +22,7 @@ from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.patterns import PathPatterns
+from weakincentives.named import Named, named
 from weakincentives.prompt.signatures import hints_of, is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
@@ -67,10 +68,17 @@ ALLOWED = PolicyDecision(allowed=True)
 class ToolPolicy(Protocol):
     """The full form. ``check(tool_name, params, context) -> str | None`` alone works, too.
 
+    The small form is called with those of ``tool_name``, ``params`` and ``context`` that it names.
+
     A policy may also have ``on_start(tool, params, *, context)``, called right before an allowed
     call runs, to count attempts; and ``applies_to(tool)``, which limits the tools it governs. An
     ``on_result`` that raises PolicyDenied undoes the whole call; a text that it returns is added to
     the result's message, for the model.
+
+    ``check`` is called again before the handler runs if a person was asked meanwhile, so it must
+    not count. A policy that is about certain tools names them in ``governs``, and tools that it
+    only refers to in ``refers_to``: a name that is not offered is then refused where the policy is
+    attached.
     """
 
     @property
@@ -93,12 +101,46 @@ class _FullCheck(Protocol):
 
 class _SmallCheck(Protocol):
     def check(
-        self, tool_name: str, params: Any, context: ToolContext, /
+        self, *, tool_name: str, params: Any, context: ToolContext
     ) -> str | PolicyDecision | Awaitable[str | PolicyDecision | None] | None: ...
 
 
 AnyPolicy = ToolPolicy | _FullCheck | _SmallCheck
 """What ``policies=`` takes: a ToolPolicy, or any object with a ``check`` of either form."""
+
+
+# The tools that a policy names
+
+RUNTIME_TOOLS = frozenset({"open_sections", "read_section", "read_result"})
+"""Tools that we add where they are needed: the policies of a prompt govern them, too."""
+
+
+class _IfOffered(str):
+    """The name of a tool that may be missing."""
+
+    __slots__ = ()
+
+
+def if_offered(tool_name: str) -> str:
+    """Return the name of a tool for a policy that may be attached where nothing offers the tool.
+
+    Any other name that is not offered is refused: a policy about it would silently never apply.
+
+    >>> policy = QuotaPolicy(3, tools={"search", if_offered("web_search")})
+    """
+    return _IfOffered(tool_name)
+
+
+def tool_names(what: str, given: Iterable[str]) -> frozenset[str]:
+    """Return the names of tools as providers take them."""
+    if isinstance(given, str):
+        raise TypeError(f"{what} must be a set of tool names, got a string")
+    return frozenset(map(_wire_name, given))
+
+
+def _wire_name(name: str) -> str:
+    wire = name.replace(":", "__")
+    return _IfOffered(wire) if isinstance(name, _IfOffered) else wire
 
 
 # State
@@ -272,11 +314,19 @@ class SequentialDependencyPolicy(_Remembers):
     name: str = "sequential_dependency"
 
     def __post_init__(self) -> None:
-        for tool, needed in self.dependencies.items():
-            if isinstance(needed, str):
-                raise TypeError(f"dependencies[{tool!r}] must be a set of tool names, got a string")
-        own = {tool: frozenset(needed) for tool, needed in self.dependencies.items()}
+        own = {
+            _wire_name(tool): tool_names(f"dependencies[{tool!r}]", needed)
+            for tool, needed in self.dependencies.items()
+        }
         object.__setattr__(self, "dependencies", own)
+
+    @property
+    def governs(self) -> AbstractSet[str]:
+        return self.dependencies.keys()
+
+    @property
+    def refers_to(self) -> AbstractSet[str]:
+        return frozenset(name for needed in self.dependencies.values() for name in needed)
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         needed = self.dependencies.get(tool.name)
@@ -323,6 +373,19 @@ class ReadBeforeWritePolicy(_Remembers):
     name: str = "read_before_write"
     removal_tools: AbstractSet[str] = frozenset({"delete_file", "move_file"})
     """Tools that remove a file, or the ``source`` of a transfer."""
+
+    def __post_init__(self) -> None:
+        for what in ("read_tools", "write_tools", "transfer_tools", "removal_tools"):
+            object.__setattr__(self, what, tool_names(what, getattr(self, what)))
+
+    @property
+    def governs(self) -> AbstractSet[str]:
+        named = (*self.write_tools, *self.transfer_tools, *self.removal_tools)
+        return frozenset(name for name in named if name not in _FILE_TOOLS)
+
+    @property
+    def refers_to(self) -> AbstractSet[str]:
+        return self.read_tools - _FILE_TOOLS
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         name, problem = tool.name, None
@@ -532,6 +595,11 @@ def _field(params: Any, name: str, kind: type[T]) -> T | None:
     return value if isinstance(value, kind) else None
 
 
+_FILE_TOOLS = frozenset(
+    {"read_file", "write_file", "edit_file", "copy_file", "move_file", "delete_file"}
+)
+"""Our own: a policy is about them by default, whichever of them are offered."""
+
 _CHANGED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "write_file": ("path",),
     "edit_file": ("path",),
@@ -623,6 +691,11 @@ class _CountsCalls(_Remembers):
         limit = fields(cast("Any", self))[0].name
         if getattr(self, limit) < 0:
             raise ValueError(f"{limit} must not be negative, got {getattr(self, limit)}")
+        object.__setattr__(self, "tools", tool_names("tools", self.tools))
+
+    @property
+    def governs(self) -> AbstractSet[str]:
+        return self.tools
 
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
         return not self.tools or tool.name in self.tools
@@ -708,6 +781,20 @@ class AttachedPolicy:
     applies_to: Callable[[Tool[Any, Any]], bool] | None = None
     asks_a_person: bool = False
     """Then the calls it governs never run concurrently: a re-run would ask again."""
+    governs: tuple[str, ...] = ()
+    """The tools that it names: each must be offered where it is attached."""
+    refers_to: tuple[str, ...] = ()
+    """Other tools that it names: each must be offered in the same prompt or registry."""
+
+    def except_for(self, known: Collection[str]) -> AttachedPolicy:
+        """Return it for a place where these tools may be missing."""
+        governs = tuple(name for name in self.governs if name not in known)
+        refers_to = tuple(name for name in self.refers_to if name not in known)
+        return replace(self, governs=governs, refers_to=refers_to)
+
+    def for_any_tool(self) -> AttachedPolicy:
+        """Return it for a place whose tools are not all known."""
+        return replace(self, governs=(), refers_to=())
 
     def denial(self, verdict: object) -> str | None:
         """Return why the call is denied, or None; raise TypeError for any other verdict."""
@@ -737,8 +824,12 @@ def _attach(policy: Any) -> AttachedPolicy:
             f"{policy!r} is not a policy: it takes an instance with a method "
             "check(tool, params, *, context) or check(tool_name, params, context)"
         )
-    is_small = _takes_context_by_position(check)
-    problem = misfit(check, 1, 2, 3) if is_small else misfit(check, 1, 2, context=3)
+    is_small = _is_small(check)
+    problem, called = None, check
+    if is_small:
+        called = _by_name(named(check, _OFFERED, f"policy {policy!r}: check", _FORMS))
+    else:
+        problem = misfit(check, 1, 2, context=3)
     listeners = {"on_start": (1, 2), "on_result": (1, 2, 3)}
     heard = {name: getattr(policy, name, None) for name in listeners}
     for name, args in listeners.items():
@@ -750,23 +841,51 @@ def _attach(policy: Any) -> AttachedPolicy:
     if problem:
         raise TypeError(f"a method of policy {policy!r} does not fit: {problem}")
 
-    def check_by_name(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
-        return check(tool.name, params, context)
-
     return AttachedPolicy(
         name=getattr(policy, "name", None) or type(policy).__name__,
         policy=policy,
-        check=check_by_name if is_small else check,
+        check=called,
         is_async=is_async(check),
         is_small=is_small,
         applies_to=getattr(policy, "applies_to", None),
         asks_a_person=getattr(policy, "asks_a_person", False) is True,
+        governs=_named_by(policy, "governs"),
+        refers_to=_named_by(policy, "refers_to"),
         **heard,
     )
 
 
-def _takes_context_by_position(check: Callable[..., Any]) -> bool:
+_OFFERED = ("tool_name", "params", "context")
+_FORMS = "it takes (tool, params, *, context), or by name any of"
+
+
+def _by_name(check: Named) -> Callable[..., Any]:
+    if check.is_in_order(_OFFERED):  # as the Chapter has it: by position, which is faster
+        function = check.function
+
+        def in_order(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
+            return function(tool.name, params, context)
+
+        return in_order
+
+    def called(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
+        return check({"tool_name": tool.name, "params": params, "context": context})
+
+    return called
+
+
+def _named_by(policy: object, attribute: str) -> tuple[str, ...]:
+    """Return the tools that a policy names; those that may be missing are left out."""
+    given = getattr(policy, attribute, ())
+    if callable(given):  # of its own, and not meant for us
+        return ()
+    return tuple(sorted(n for n in tool_names(attribute, given) if not isinstance(n, _IfOffered)))
+
+
+def _is_small(check: Callable[..., Any]) -> bool:
     parameters = inspect.signature(check).parameters
+    if "tool_name" in parameters:
+        return True
     context = parameters.get("context")
     if context is not None and context.kind is context.POSITIONAL_OR_KEYWORD:
         from weakincentives.prompt.tool import Tool
@@ -777,3 +896,90 @@ def _takes_context_by_position(check: Callable[..., Any]) -> bool:
     if context is not None:
         return context.kind is not context.KEYWORD_ONLY
     return all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+
+
+# Rules that cannot apply
+
+
+def refuse_unknown_tools(
+    policies: Iterable[AttachedPolicy],
+    governed: Collection[str],
+    known: Collection[str],
+    where: str,
+    error: type[Exception],
+) -> None:
+    """Refuse a policy about a tool that is not offered: it would silently never apply.
+
+    Args:
+        governed: The tools whose calls these policies check.
+        known: The tools of the whole prompt.
+        where: Where they are attached, for the message.
+    """
+    for policy in policies:
+        for name in policy.governs:
+            if name in governed:
+                continue
+            says = (
+                f"policy {policy.name!r} is about the tool {name!r}, which {where} does not offer"
+            )
+            if name in known:
+                raise error(f"{says}: attach the policy to the section that does, or to the prompt")
+            raise error(f"{says}, so it would never apply; {_hint(name, governed)}")
+
+
+def refuse_unknown_references(
+    policies: Iterable[AttachedPolicy], known: Collection[str], where: str, error: type[Exception]
+) -> None:
+    """Refuse a policy that refers to a tool that is not offered: it cannot have been called."""
+    for policy in policies:
+        for name in policy.refers_to:
+            if name not in known:
+                says = f"policy {policy.name!r} refers to the tool {name!r}"
+                raise error(f"{says}, which {where} does not offer; {_hint(name, known)}")
+
+
+def refuse_misspelt_tools(
+    policies: Iterable[AttachedPolicy], known: Collection[str], error: type[Exception]
+) -> None:
+    """Refuse a policy that names almost a known tool, where there may be others, too."""
+    from difflib import get_close_matches
+
+    for policy in policies:
+        for name in (*policy.governs, *policy.refers_to):
+            near = () if name in known else get_close_matches(name, sorted(known), 1, 0.8)
+            if near:
+                says = f"policy {policy.name!r} names the tool {name!r}; did you mean {near[0]!r}?"
+                raise error(f"{says} If not, write if_offered({name!r})")
+
+
+def _hint(name: str, offered: Collection[str]) -> str:
+    from difflib import get_close_matches
+
+    own = sorted(set(offered) - RUNTIME_TOOLS)
+    local = name.rpartition("__")[2]
+    near = [each for each in own if each.rpartition("__")[2] == local]
+    near = near or get_close_matches(name, sorted(offered), n=1, cutoff=0.5)
+    some = ", ".join(own[:20]) + (f" and {len(own) - 20} more" if len(own) > 20 else "")
+    hint = f"did you mean {near[0]!r}?" if near else f"its tools are {some or 'none'}."
+    return f"{hint} For a tool that may be missing, write if_offered({name!r})"
+
+
+def refuse_shared_counts(policies: Iterable[AttachedPolicy], error: type[Exception]) -> None:
+    """Refuse two policies that count calls under one name: each call would count twice."""
+    counting: dict[str, object] = {}
+    for policy in policies:
+        if policy.on_start is not None:
+            other = counting.setdefault(policy.name, policy.policy)
+            if other is not policy.policy:
+                raise error(
+                    f"two policies that count calls are both called {policy.name!r} and would "
+                    f"share a count; rename one: {type(policy.policy).__name__}(..., name=...)"
+                )
+
+
+def names_of(tools: Iterable[Tool[Any, Any]]) -> set[str]:
+    """Return the names of tools, and of the members of composed ones: policies govern both."""
+    found: set[str] = set()
+    for tool in tools:
+        found |= {tool.name} | names_of(getattr(tool.handler, "composed_of", ()))
+    return found

@@ -14,7 +14,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
-from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach
+from weakincentives.prompt.policies import (
+    RUNTIME_TOOLS,
+    AnyPolicy,
+    AttachedPolicy,
+    attach,
+    names_of,
+    refuse_shared_counts,
+    refuse_unknown_references,
+    refuse_unknown_tools,
+)
 from weakincentives.prompt.section import (
     MarkdownSection,
     Section,
@@ -599,15 +608,14 @@ def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
 def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
     """Refuse problems that do not depend on which sections are enabled."""
     _refuse_duplicates(_always_offered(nodes))
-    counting: dict[str, object] = {}
-    for policy in (*(p for node in walk(nodes) for p in node.section.policies), *policies):
-        if policy.on_start is not None:
-            other = counting.setdefault(policy.name, policy.policy)
-            if other is not policy.policy:
-                raise PromptValidationError(
-                    f"two policies that count calls are both called {policy.name!r} and would "
-                    f"share a count; rename one: {type(policy.policy).__name__}(..., name=...)"
-                )
+    sections = [node.section for node in walk(nodes)]
+    every = (*(policy for section in sections for policy in section.policies), *policies)
+    refuse_shared_counts(every, PromptValidationError)
+    known = names_of(tool for section in sections for tool in section.tools) | RUNTIME_TOOLS
+    for section in sections:
+        section.check_policies(known)
+    refuse_unknown_tools(policies, known, known, "the prompt", PromptValidationError)
+    refuse_unknown_references(every, known, "the prompt", PromptValidationError)
 
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:

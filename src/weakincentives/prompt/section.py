@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -38,7 +38,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.policies import AnyPolicy, attach
+from weakincentives.prompt.policies import AnyPolicy, attach, names_of, refuse_unknown_tools
 from weakincentives.prompt.signatures import TypedConstructor, is_async, show
 from weakincentives.prompt.tool import Tool, ToolExample
 from weakincentives.resources import ResourceRegistry
@@ -204,6 +204,14 @@ class Section(TypedConstructor, Generic[ParamsT]):
                     f"section {self.label!r}: {tool!r} is not a Tool; "
                     "make one with Tool[Params, Result](...) or @tool"
                 )
+        if self.tools:  # a class of your own may add its tools later: the prompt checks again
+            self.check_policies()
+
+    def check_policies(self, elsewhere: Collection[str] = ()) -> None:
+        """Refuse policies about tools that it does not offer; ``elsewhere`` are others' tools."""
+        where = f"section {self.label!r}"
+        own = names_of(self.tools)
+        refuse_unknown_tools(self.policies, own, elsewhere, where, PromptValidationError)
 
     def _check_params(self) -> None:
         wanted, default = self.params_type, cast("object", self.default_params)

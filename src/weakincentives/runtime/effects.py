@@ -39,9 +39,10 @@ async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> No
     transaction.session.read_only = None  # that was for the handler
     for effect in transaction.tool.effects:
         if effect.after_commit:
-            transaction.after_commit += ((effect, result),)
+            transaction.after_commit += ((effect, result, transaction.params),)
         else:
-            await finish(effect.run(transaction.bound, result), transaction.around.on_loop)
+            applied = effect.run(transaction.bound, result, transaction.params)
+            await finish(applied, transaction.around.on_loop)
             transaction.applied += (effect,)
 
 
@@ -57,14 +58,18 @@ async def finish(answer: object, on_loop: bool = True) -> None:
 
 
 async def undo_effects(
-    effects: Iterable[Effect], result: ToolResult[Any], context: ToolContext, on_loop: bool = True
+    effects: Iterable[Effect],
+    result: ToolResult[Any],
+    context: ToolContext,
+    params: object,
+    on_loop: bool = True,
 ) -> list[str]:
     """Call the effects' own rollbacks, the last first; returns a sentence for each failure."""
     failures: list[str] = []
     for effect in reversed(tuple(effects)):
         if effect.can_roll_back:
             try:
-                await finish(effect.roll_back(context, result), on_loop)
+                await finish(effect.roll_back(context, result, params), on_loop)
             except Exception as error:
                 _logger.exception("the rollback of effect %r failed", effect.label)
                 failures.append(f"the rollback of effect {effect.label!r} failed: {error}")
@@ -84,7 +89,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
     outside: list[bool] = []  # for each call that reached outside, whether that was undone
     for member in reversed(transaction.members):
         bound = transaction.bound.having(call_id=member.call.id)
-        left = await undo_effects(member.effects, member.result, bound, on_loop)
+        left = await undo_effects(member.effects, member.result, bound, member.params, on_loop)
         failures += left
         if member.ledger is not None:
             compensated = not left and any(effect.can_roll_back for effect in member.effects)
@@ -101,7 +106,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
     is_compensable = tool.reach == "compensable"
     effects = tool.effects if is_compensable else transaction.applied
     result: ToolResult[Any] = ToolResult.error("the call is rolled back")
-    left = await undo_effects(effects, result, transaction.bound, on_loop)
+    left = await undo_effects(effects, result, transaction.bound, transaction.params, on_loop)
     failures += left
     if tool.effects and transaction.ledger is not None:
         compensates = is_compensable and any(effect.can_roll_back for effect in effects)
@@ -122,7 +127,7 @@ def hand_over(transaction: Transaction, result: ToolResult[Any]) -> None:
     reaches_on = transaction.ledger is not None or any(effect.can_roll_back for effect in effects)
     # A composed tool has members instead of effects: those undo what they did.
     if reaches_on and (effects or not transaction.members):
-        own = (Member(transaction.call, effects, result, transaction.ledger),)
+        own = (Member(transaction.call, effects, result, transaction.params, transaction.ledger),)
     parent.members += (*transaction.members, *own)
 
 
@@ -134,7 +139,7 @@ async def follow_up(
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
 
     transaction_under_way.set(None)
-    for effect, result in transaction.after_commit:
+    for effect, result, params in transaction.after_commit:
         try:
             if isinstance(effect, CascadeEffect) and not effect.triggers(result):
                 continue
@@ -143,7 +148,8 @@ async def follow_up(
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:
-                await finish(effect.run(transaction.context, result), transaction.around.on_loop)
+                applied = effect.run(transaction.context, result, params)
+                await finish(applied, transaction.around.on_loop)
         except Exception:
             _logger.exception(
                 "effect %r failed after the commit; the call stays committed", effect.label

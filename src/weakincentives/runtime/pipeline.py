@@ -17,10 +17,11 @@ from weakincentives import events
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision, note_success
+from weakincentives.prompt.policies import note_success
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers, effects, turn
+from weakincentives.runtime.admission import check_policies, check_preconditions
 from weakincentives.runtime.transactions import Place, Recorded, Surroundings, Transaction
 from weakincentives.tool_result import ToolResult
 
@@ -110,71 +111,17 @@ async def admit(transaction: Transaction) -> Offer:
     tool = transaction.tool = offer.tool
     transaction.params = tool.parse(transaction.params)
     if offer.policies:
-        await _check_policies(transaction, offer)
+        await check_policies(transaction, offer)
     given = transaction.around.approval
     if given is not None and given.approved is not True:  # and no policy asked for it
         raise PolicyDenied(f"Call to '{tool.name}' was not approved: {given.reason}")
     if tool.preconditions:
-        await _check_preconditions(transaction, tool)
+        await check_preconditions(transaction, tool)
     if transaction.depth or context.deadline is not None or context.budget_tracker is not None:
         _check_limits(transaction)
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
     return offer
-
-
-async def _check_policies(
-    transaction: Transaction, offer: Offer, editor: AttachedPolicy | None = None
-) -> None:
-    """Raise PolicyDenied unless all policies allow the call; ``editor`` has chosen its arguments.
-
-    Arguments that a policy has edited are checked by all others, as if the model had given them.
-    """
-    tool, params, transaction.policies = offer.tool, transaction.params, offer.names
-    for policy in offer.policies:
-        if policy is editor:
-            continue
-        try:
-            verdict = policy.check(tool, params, context=transaction.bound)
-            if verdict is ALLOWED:
-                continue
-            if policy.is_async:
-                verdict = await verdict
-            reason = policy.denial(verdict)
-        except Exception as error:
-            transaction.policies = offer.asked_until(policy)
-            if isinstance(error, Suspended):
-                raise
-            # Fail closed: a policy that cannot decide does not allow.
-            _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
-            reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
-            raise PolicyDenied(reason, policy=policy.name) from error
-        decision = verdict if isinstance(verdict, PolicyDecision) else ALLOWED
-        if decision.note is not None:
-            transaction.notes = (*transaction.notes, f"{policy.name}: {decision.note}")
-        if reason is not None:
-            transaction.policies = offer.asked_until(policy)
-            raise PolicyDenied(reason, policy=policy.name)
-        if decision.arguments is not None:
-            transaction.params = tool.parse(decision.arguments)
-            transaction.edited = (answers.edited(tool, decision.arguments),)
-            transaction.notes = (*transaction.notes, events.EDITED)
-            await _check_policies(transaction, offer, policy)
-            return
-
-
-async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -> None:
-    from weakincentives.prompt.contracts import validate_preconditions
-
-    found = await validate_preconditions(tool, transaction.bound, transaction.params)
-    failed = tuple(map(str, found.failed))
-    if not found.can_proceed:
-        problem, code = "Tool preconditions not met", "PRECONDITION_FAILED"
-        suggestions = [each.precondition.description for each in found.failed]
-        said = f"{problem}: {'; '.join(failed)}"
-        raise Refusal(said, code=code, suggestions=suggestions, problem=problem)
-    if failed:
-        transaction.degraded = transaction.bound.__dict__["degraded"] = failed
 
 
 def _check_limits(transaction: Transaction) -> None:
@@ -273,7 +220,9 @@ def end(transaction: Transaction) -> None:
     error = sys.exc_info()[1]
     if not transaction.settled:
         why = error or RuntimeError("the call was not settled")
-        _roll_back(transaction, answers.answer_to(transaction, why))
+        result = answers.answer_to(transaction, why)
+        answers.log(transaction, result, why)
+        _roll_back(transaction, result)
     event, recorded = transaction.event, transaction.recorded
     try:
         transaction.close(error)

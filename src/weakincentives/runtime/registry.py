@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
-from weakincentives.errors import ToolDefinitionError, WinkError
+from weakincentives.errors import PromptValidationError, ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
-from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach
+from weakincentives.prompt.policies import (
+    RUNTIME_TOOLS,
+    AnyPolicy,
+    AttachedPolicy,
+    attach,
+    names_of,
+    refuse_shared_counts,
+    refuse_unknown_references,
+    refuse_unknown_tools,
+)
 from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -74,7 +83,8 @@ class ToolRegistry:
         workspace: A directory for ``context.filesystem``, or one that is open already and stays
             its owner's to close.
         resources: What else tools ask for.
-        policies: They govern every tool.
+        policies: They govern every tool. One that names a tool which is not registered is refused;
+            see ``if_offered``.
         namespace: For tools that are registered without one; names are also looked up in it.
         config: What tools find in ``context.config``.
         run_context: The ids of its calls.
@@ -103,6 +113,9 @@ class ToolRegistry:
         self._policies = attach(policies)
         self._listeners: tuple[AttachedPolicy, ...] = ()
         self._entries: dict[str, _Entry] = {}
+        self._named: set[str] = set()
+        """The tools that were ever registered: a policy may be about one that is gone."""
+        self._checked = False
         self._lock = threading.Lock()
         self._context: ToolContext | None = None
         """What calls get, with the tools registered now; made when first needed."""
@@ -111,7 +124,8 @@ class ToolRegistry:
         self._memory: Binding[Any] | None = None
         """The binding of its own memory, unless one was given."""
         self._workspace: HostFilesystem | None = None
-        self.register_all(tools)
+        if self.register_all(tools):
+            self._check_policies()
         # Last: a registry that cannot be made leaves no directory open.
         self._resources = self._opened(workspace, resources)
 
@@ -167,7 +181,19 @@ class ToolRegistry:
                 if known.setdefault(entry.tool.name, entry) is not entry:
                     raise ToolDefinitionError(f"Tool '{entry.qualified}' is already registered")
             self._entries, self._context = known, None
+            self._named |= names_of(entry.tool for entry in entries) | RUNTIME_TOOLS
         return tuple(entry.tool for entry in entries)
+
+    def _check_policies(self) -> None:
+        """Refuse policies that could not apply as meant.
+
+        Now if there are tools; a registry that gets its tools later is checked at its first use.
+        """
+        rules, named, where = self._rules(), self._named, "the registry"
+        refuse_shared_counts(rules, ToolDefinitionError)
+        refuse_unknown_tools(rules, named, named, where, ToolDefinitionError)
+        refuse_unknown_references(rules, named, where, ToolDefinitionError)
+        self._checked = True
 
     def unregister(self, name: str) -> bool:
         """Remove a tool; returns whether it was registered. Calls under way go on."""
@@ -417,6 +443,8 @@ class ToolRegistry:
         return context
 
     def _make_context(self) -> ToolContext:
+        if not self._checked:
+            self._check_policies()
         entries = tuple(self._entries.values())
         listeners = _each_once(
             (*(rule for rule in self._rules() if rule.on_result is not None), *self._listeners)
@@ -455,13 +483,18 @@ class ToolRegistry:
         return run_blocking(lambda: validate_preconditions(found, context, params))
 
     def apply_effects(
-        self, tool: AnyTool | str, result: AnyResult, context: ToolContext | None = None
+        self,
+        tool: AnyTool | str,
+        result: AnyResult,
+        context: ToolContext | None = None,
+        arguments: object = None,
     ) -> tuple[Effect, ...]:
         """Apply a tool's effects for a result from elsewhere: see ``runtime.apply_effects``."""
         from weakincentives.loops import run_blocking
 
         found, context = self._known(tool), _with_tools(self.context(), context)
-        return run_blocking(lambda: apply_effects(found, result, context))
+        params = None if arguments is None else found.parse(arguments)
+        return run_blocking(lambda: apply_effects(found, result, context, params))
 
     def _known(self, tool: AnyTool | str) -> AnyTool:
         if isinstance(tool, Tool):
@@ -517,15 +550,23 @@ class ToolRegistry:
         Its policies and resources come along; what is given here wins. Tools that a provider runs
         are left out.
         """
+        space = _checked_namespace(namespace)
         bound = ResourceRegistry.of()
         entries: list[_Entry] = []
-        for each in _all_below(section):
+        known: dict[str, AnyTool] = {}
+        sections = tuple(_all_below(section))
+        names = names_of(tool for each in sections for tool in each.tools) | RUNTIME_TOOLS
+        for each in sections:
+            each.check_policies(names)
+            refuse_unknown_references(each.policies, names, "the section", PromptValidationError)
             bound = bound.merge(each.resources)
-            entries += [
-                _entry(tool, _checked_namespace(namespace), each.policies)
-                for tool in each.tools
-                if tool.handler is not None
-            ]
+            rules = tuple(
+                _in_namespace(policy, known) if space else policy for policy in each.policies
+            )
+            for tool in each.tools:
+                if tool.handler is not None:
+                    entries.append(_entry(tool, space, rules))
+                    known[entries[-1].tool.name] = tool
         if workspace is not None:
             bound = ResourceRegistry(
                 {kind: each for kind, each in bound.bindings.items() if kind is not Filesystem}
@@ -538,6 +579,7 @@ class ToolRegistry:
             namespace=namespace,
         )
         made._add(entries)
+        made._check_policies()
         return made
 
     @classmethod
@@ -588,6 +630,24 @@ def _all_below(section: Section[Any]) -> Iterator[Section[Any]]:
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
     return tuple({id(policy.policy): policy for policy in policies}.values())
+
+
+def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> AttachedPolicy:
+    """Return a policy of a section whose tools are in a namespace: it sees them as they were."""
+
+    def seen_by(method: Callable[..., Any] | None) -> Any:
+        def called(tool: AnyTool, *args: object, **context: object) -> Any:
+            return cast("Any", method)(known.get(tool.name, tool), *args, **context)
+
+        return None if method is None else called
+
+    return replace(
+        policy.for_any_tool(),  # its names are those in the section, and are checked
+        check=seen_by(policy.check),
+        on_start=seen_by(policy.on_start),
+        on_result=seen_by(policy.on_result),
+        applies_to=seen_by(policy.applies_to),
+    )
 
 
 # Names

@@ -162,9 +162,11 @@ def _works(
 
 
 async def apply_effects(
-    tool: Tool[Any, Any], result: AnyResult, context: ToolContext
+    tool: Tool[Any, Any], result: AnyResult, context: ToolContext, params: object = None
 ) -> tuple[Effect, ...]:
     """Apply a tool's effects for a result from elsewhere; returns those that were applied.
+
+    ``params`` are for effects that ask for them.
 
     As a transaction: when one fails, those before it are rolled back, session and resources are
     as before, and the error is raised. State and memory come first, then notifications, then
@@ -182,10 +184,10 @@ async def apply_effects(
                 if isinstance(effect, CascadeEffect) and effect.apply is None:
                     cascades.append(effect)
                 else:
-                    await finish(effect.run(context, result))
+                    await finish(effect.run(context, result, params))
                     applied.append(effect)
         except BaseException:
-            await undo_effects(applied, result, context)
+            await undo_effects(applied, result, context, params)
             raise
     for cascade in cascades:
         call, offers = cascaded(cascade, result, context.offers)

@@ -69,6 +69,7 @@ class Member:
     call: ToolCall
     effects: tuple[Effect, ...]
     result: ToolResult[Any]
+    params: object
     ledger: OutcomeLedger | None
     """Where it is on record, when it reaches outside."""
 
@@ -204,8 +205,9 @@ class Transaction:
     """In a concurrent call, the records of calls nested in it: published with its own."""
     members: tuple[Member, ...] = ()
     """The nested calls that a snapshot alone does not undo, in the order they were made."""
-    after_commit: tuple[tuple[Effect, ToolResult[Any]], ...] = ()
-    """What follows once nothing can be undone; a nested call leaves it to its parent."""
+    after_commit: tuple[tuple[Effect, ToolResult[Any], object], ...] = ()
+    """What follows once nothing can be undone, with the call's result and parameters; a nested
+    call leaves it to its parent."""
     forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
     views: dict[int, object] = {}  # noqa: RUF012  # replaced when the transaction is opened

@@ -1,0 +1,88 @@
+"""Admission: what policies and preconditions say about a call before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weakincentives import events
+from weakincentives.errors import PolicyDenied, Refusal, Suspended
+from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
+from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.tool import Tool
+from weakincentives.runtime import answers
+from weakincentives.runtime.transactions import Transaction
+
+_logger = get_logger(__name__)
+
+
+async def check_policies(
+    transaction: Transaction,
+    offer: Offer,
+    editor: AttachedPolicy | None = None,
+    *,
+    again: bool = False,
+) -> None:
+    """Raise PolicyDenied unless all policies allow the call; ``editor`` has chosen its arguments.
+
+    Arguments that a policy has edited are checked by all others, as if the model had given them.
+    People take their time: what was allowed before they were asked is checked again afterwards,
+    by all policies that ask nobody.
+    """
+    tool, params, transaction.policies = offer.tool, transaction.params, offer.names
+    policies = offer.policies
+    if again:
+        policies = [policy for policy in policies if not policy.asks_a_person]
+    elif editor is not None:
+        policies = [policy for policy in policies if policy is not editor]
+    for policy in policies:
+        try:
+            verdict = policy.check(tool, params, context=transaction.bound)
+            if verdict is ALLOWED:
+                continue
+            if policy.is_async:
+                verdict = await verdict
+            reason = policy.denial(verdict)
+        except Exception as error:
+            transaction.policies = offer.names if again else offer.asked_until(policy)
+            if isinstance(error, Suspended):
+                raise
+            # Fail closed: a policy that cannot decide does not allow.
+            _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
+            reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
+            raise PolicyDenied(reason, policy=policy.name) from error
+        decision = verdict if isinstance(verdict, PolicyDecision) else ALLOWED
+        if decision.note is not None:
+            note = f"{policy.name}: {decision.note}"
+            transaction.notes = tuple(dict.fromkeys((*transaction.notes, note)))
+        if reason is not None:
+            transaction.policies = offer.names if again else offer.asked_until(policy)
+            raise PolicyDenied(reason, policy=policy.name)
+        if decision.arguments is not None and not again:
+            transaction.params = tool.parse(decision.arguments)
+            transaction.edited = (answers.edited(tool, decision.arguments),)
+            transaction.notes = (*transaction.notes, events.EDITED)
+            await check_policies(transaction, offer, policy)
+            return
+        is_rewritten = decision.arguments is not None and policy is not editor
+        if is_rewritten and tool.parse(decision.arguments) != params:
+            # An approval is for exactly what was shown.
+            reason = f"Policy '{policy.name}' wants other arguments than were approved"
+            raise PolicyDenied(reason, policy=policy.name)
+    if policies and policies[-1].asks_a_person:  # people come last
+        await check_policies(transaction, offer, editor, again=True)
+
+
+async def check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -> None:
+    """Refuse a call whose critical preconditions do not hold; note the others."""
+    from weakincentives.prompt.contracts import validate_preconditions
+
+    found = await validate_preconditions(tool, transaction.bound, transaction.params)
+    failed = tuple(map(str, found.failed))
+    if not found.can_proceed:
+        problem, code = "Tool preconditions not met", "PRECONDITION_FAILED"
+        suggestions = [each.precondition.description for each in found.failed]
+        said = f"{problem}: {'; '.join(failed)}"
+        raise Refusal(said, code=code, suggestions=suggestions, problem=problem)
+    if failed:
+        transaction.degraded = transaction.bound.__dict__["degraded"] = failed

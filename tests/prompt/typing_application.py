@@ -1,0 +1,193 @@
+"""An application as users write one. Checked by ``test_typing_surface``, never run.
+
+Nothing in it needs an ignore comment, whether the user checks in pyright's basic mode, in its
+strict mode, or with ``mypy --strict``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import weakincentives as wink
+from weakincentives.adapters import (
+    Adapter,
+    ClaudeAgentSDKAdapter,
+    LiteLLMAdapter,
+    LocalAdapter,
+    ModelRequest,
+    ModelTurn,
+    OpenAIAdapter,
+    ScriptedAdapter,
+)
+from weakincentives.prompt import (
+    AnyPolicy,
+    Approval,
+    ApprovalPolicy,
+    ApprovalRequest,
+    CascadeEffect,
+    CustomPrecondition,
+    Effect,
+    NotificationEffect,
+    PolicyDecision,
+    QuotaPolicy,
+    SequentialDependencyPolicy,
+    StateChangeEffect,
+    if_offered,
+)
+from weakincentives.retry import RetryPolicies
+from weakincentives.runtime import MainLoop, MainLoopConfig, Session
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    text: str
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+
+
+@dataclass(frozen=True)
+class Booked:
+    seat: str
+
+
+# Contracts: every function names what it wants, in any order
+
+
+def is_valid(params: Order) -> bool:
+    return params.number > 0
+
+
+async def is_free(*, context: wink.ToolContext, params: Order) -> bool:
+    return context.filesystem.exists(f"{params.number}")
+
+
+def within(limit: int, params: Order) -> bool:
+    return params.number < limit
+
+
+class Stock:
+    def has(self, params: Order, context: wink.ToolContext) -> bool:
+        return bool(context.call_id) and params.number > 0
+
+    def release(self, params: Order, result: wink.ToolResult[Booked]) -> None:
+        _logger.info("released %s: %s", params.number, result.success)
+
+
+def cancel(result: wink.ToolResult[Booked], context: wink.ToolContext, params: Order) -> None:
+    _logger.info("cancelled %s: %s %s", params.number, context.call_id, result.message)
+
+
+def seat_of(result: wink.ToolResult[Booked]) -> str:
+    return "" if result.value is None else result.value.seat
+
+
+async def tell(context: wink.ToolContext) -> None:
+    context.beat()
+
+
+stock = Stock()
+preconditions = [
+    CustomPrecondition(description="nothing", check=lambda: True),
+    CustomPrecondition(description="valid", check=is_valid),
+    CustomPrecondition(description="free", check=is_free),
+    CustomPrecondition(description="within", check=functools.partial(within, 3)),
+    CustomPrecondition(description="stock", check=stock.has),
+    CustomPrecondition(description="session", check=lambda context: bool(context.session_id)),
+    CustomPrecondition(description="both", check=lambda params, context: bool(context.call_id)),
+]
+effects = [
+    Effect(apply=lambda: None, rollback=cancel),
+    Effect(apply=tell, rollback=stock.release),
+    Effect(
+        apply=lambda result: _logger.info(result.message), rollback=lambda context: context.beat()
+    ),
+    StateChangeEffect(state="orders", change="increment"),
+    NotificationEffect(event="booked", payload=seat_of),
+    CascadeEffect(trigger_tool="receipt", trigger_condition=lambda result: result.success),
+]
+
+
+@wink.tool(
+    reach="compensable",
+    preconditions=preconditions,
+    effects=effects,
+    retry=RetryPolicies.QUICK,
+)
+def book(params: Order, *, context: wink.ToolContext) -> wink.ToolResult[Booked]:
+    """Book a seat."""
+    return wink.ToolResult.ok(Booked("12A"))
+
+
+# Policies
+
+
+class OfficeHours:
+    def check(self, tool_name: str, params: object, context: wink.ToolContext) -> str | None:
+        return None if tool_name != "book" else "Closed"
+
+
+class Careful:
+    name = "careful"
+
+    async def check(
+        self, tool: wink.Tool[object, object], params: object, *, context: wink.ToolContext
+    ) -> PolicyDecision:
+        return PolicyDecision.deny(f"Not {tool.name}")
+
+
+async def ask(request: ApprovalRequest) -> Approval:
+    return Approval(True, by=request.session_id)
+
+
+policies: list[AnyPolicy] = [
+    OfficeHours(),
+    Careful(),
+    QuotaPolicy(3, tools={"book", if_offered("receipt")}),
+    SequentialDependencyPolicy(dependencies={"book": {if_offered("search")}}),
+    ApprovalPolicy(ask=ask, tools={"book"}),
+]
+section = wink.MarkdownSection(title="Seats", tools=[book], policies=policies)
+registry = wink.ToolRegistry([book], policies=policies)
+answer: wink.ToolResult[Booked] = book(Order(1), context=wink.ToolContext(Session()))
+
+
+# The loop takes every adapter
+
+
+class Echo(Adapter):
+    async def complete(self, request: ModelRequest) -> ModelTurn:
+        return ModelTurn(text="echo")
+
+
+class Desk(MainLoop[Request, Booked]):
+    def prepare(self, request: Request) -> tuple[wink.Prompt[Booked], Session]:
+        template = wink.PromptTemplate[Booked](sections=[section])
+        return wink.Prompt(template), Session()
+
+
+def serve(adapter: Adapter) -> Booked:
+    desk = Desk(adapter=adapter, config=MainLoopConfig(max_turns=3))
+    response, session = desk.execute(Request("a seat"), resources={Stock: Stock()})
+    assert session.session_id
+    assert response.output is not None
+    return response.output
+
+
+async def serve_later() -> None:
+    for desk in (
+        Desk(adapter=Echo()),
+        Desk(adapter=ScriptedAdapter(["hello"])),
+        Desk(adapter=OpenAIAdapter(model="m")),
+        Desk(adapter=LiteLLMAdapter(model="m")),
+        Desk(adapter=LocalAdapter()),
+        Desk(adapter=ClaudeAgentSDKAdapter()),
+    ):
+        response, _ = await desk.aexecute(Request("a seat"))
+        _logger.info("%s", response.output)
