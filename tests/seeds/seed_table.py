@@ -21,9 +21,9 @@ The seeds are the documents this library was written from. Each of their Python 
 printed by `tests/seeds`, and what it defines is used: its handlers are called as tools, its tests
 are run, and what the text around it promises is checked.
 
-The specs promise more than their blocks: each row of a table, each item of a list that says what
-happens, and each member of a type of the TypeScript protocol is a test of its own, in
-`tests/seeds/test_seed_rows.py`.
+The documents promise more than their blocks: each row of a table, each item of a list that says
+what happens, and each member of a type, a composed tool or an example tool of the TypeScript
+protocol is a test of its own, in `tests/seeds/test_seed_rows.py`.
 
 This page is written by `python tests/seeds/seed_table.py`; a test compares it with what is run.
 """

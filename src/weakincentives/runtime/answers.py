@@ -49,10 +49,10 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
-_GRACE = 5.0
-"""Seconds."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
+_MEMBERS_FIRST = 5.0
+"""Seconds by which the limits of a composed tool's members come before its own."""
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
     (DeadlineExceededError, "DEADLINE_EXCEEDED"),
@@ -100,8 +100,7 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
         work = in_thread(lambda: (handler(params, context=context), None))
     limit = tool.timeout
     if limit is not None and limit == getattr(handler, "longest", None):
-        # Of a composed tool, as long as its members may take: their own limits come first.
-        limit += _GRACE
+        limit += _MEMBERS_FIRST
     remaining = None if context.deadline is None else context.deadline.remaining()
     if remaining is not None and (limit is None or remaining < limit):
         limit = remaining
