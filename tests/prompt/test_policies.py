@@ -1481,6 +1481,26 @@ def test_the_policies_of_a_section_hold_for_its_tools_in_a_namespace():
     assert "Quota exceeded" in tools.execute("ops:deploy").message
 
 
+@pytest.mark.parametrize("namespace", [None, "ops"])
+def test_a_registry_of_a_prompt_has_the_policies_of_its_disabled_sections(namespace: Any):
+    disabled = MarkdownSection(title="Off", tools=[STEPS["build"]], enabled=lambda: False)
+    after = SequentialDependencyPolicy({"deploy": {"test"}, "build": {"deploy"}})
+    sections = [MarkdownSection(title="S", tools=TOOLS), disabled]
+    prompt = Prompt(PromptTemplate(sections=sections, policies=[after]))
+    tools = ToolRegistry.from_prompt(prompt, namespace=namespace)
+
+    assert "missing required tools: test" in tools.execute("deploy").message
+    assert tools.execute("test").success
+    assert tools.execute("deploy").success
+
+
+def test_a_registry_runs_a_tool_of_ones_own_under_a_policy_about_it():
+    tools = ToolRegistry(policies=[QuotaPolicy(1, tools={"deploy"})])
+
+    assert tools.execute(STEPS["deploy"]).success
+    assert "Quota exceeded" in tools.execute(STEPS["deploy"]).message
+
+
 def test_files_are_read_before_they_are_written_in_a_namespace_too():
     files = MemoryFilesystem({"a.txt": "old"})
     section = MarkdownSection(
