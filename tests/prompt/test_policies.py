@@ -1549,18 +1549,31 @@ def test_a_text_is_not_a_set_of_tools(kind: str):
 
 @pytest.mark.parametrize("kind", [QuotaPolicy, RateLimitPolicy])
 def test_two_counting_policies_of_one_name_are_refused_in_a_registry_too(kind: Any):
-    """They would share a count, and each call would count twice."""
+    """They would share one count, and each call would count twice."""
     tools, one, other = [STEPS["test"]], kind(3), kind(5)
 
-    with pytest.raises(ToolDefinitionError, match="would share a count; rename one"):
+    with pytest.raises(ToolDefinitionError, match="would share one count; rename one"):
         ToolRegistry(tools, policies=[one, other])
     section = MarkdownSection(title="S", tools=tools, policies=[one])
-    with pytest.raises(ToolDefinitionError, match="would share a count"):
+    with pytest.raises(ToolDefinitionError, match="would share one count"):
         ToolRegistry.from_section(section, policies=[other])
-    with pytest.raises(ToolDefinitionError, match="would share a count"):
+    with pytest.raises(ToolDefinitionError, match="would share one count"):
         ToolRegistry(policies=[one, other]).execute(STEPS["test"])
 
     named = ToolRegistry(tools, policies=[kind(3, name="mine"), one, one])
     for _ in range(3):
         assert named.execute("test").success
     assert not named.execute("test").success
+
+
+def test_two_policies_of_one_name_that_ask_a_person_are_refused():
+    """One answer would count for both, where two people were meant to agree."""
+    one, other = ApprovalPolicy(), ApprovalPolicy()
+
+    for attached in (
+        lambda: ToolRegistry(TOOLS, policies=[one, other]),
+        lambda: PromptTemplate(policies=[one, other]),
+    ):
+        with pytest.raises(WinkError, match="would share one answer; rename one"):
+            attached()
+    ToolRegistry(TOOLS, policies=[one, one, ApprovalPolicy(name="second")])

@@ -19,7 +19,7 @@ from weakincentives.prompt.policies import (
     AttachedPolicy,
     attach,
     names_of,
-    refuse_shared_counts,
+    refuse_shared_names,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -190,7 +190,7 @@ class ToolRegistry:
         Now if there are tools; a registry that gets its tools later is checked at its first use.
         """
         rules, named, where = self._rules(), self._named, "the registry"
-        refuse_shared_counts(rules, ToolDefinitionError)
+        refuse_shared_names(rules, ToolDefinitionError)
         refuse_unknown_tools(rules, named, named, where, ToolDefinitionError)
         refuse_unknown_references(rules, named, where, ToolDefinitionError)
         self._checked = True
