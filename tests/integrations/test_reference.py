@@ -111,7 +111,7 @@ def test_a_policy_that_misspells_a_known_tool_is_refused(tmp_path: Path):
         Bridge(tmp_path, policies=[ApprovalPolicy(tools={"wirte_file"})])
     with pytest.raises(ToolDefinitionError, match=r"'serch'; did you mean 'search'\?"):
         Bridge(tmp_path, reaches={"search": "read"}, policies=[ApprovalPolicy(tools={"serch"})])
-    with pytest.raises(ToolDefinitionError, match="would share a count"):
+    with pytest.raises(ToolDefinitionError, match="would share one count"):
         Bridge(tmp_path, policies=[QuotaPolicy(1), QuotaPolicy(2)])
 
     names = {"write_file", "search", "browse", if_offered("wirte_file")}

@@ -1481,6 +1481,26 @@ def test_the_policies_of_a_section_hold_for_its_tools_in_a_namespace():
     assert "Quota exceeded" in tools.execute("ops:deploy").message
 
 
+@pytest.mark.parametrize("namespace", [None, "ops"])
+def test_a_registry_of_a_prompt_has_the_policies_of_its_disabled_sections(namespace: Any):
+    disabled = MarkdownSection(title="Off", tools=[STEPS["build"]], enabled=lambda: False)
+    after = SequentialDependencyPolicy({"deploy": {"test"}, "build": {"deploy"}})
+    sections = [MarkdownSection(title="S", tools=TOOLS), disabled]
+    prompt = Prompt(PromptTemplate(sections=sections, policies=[after]))
+    tools = ToolRegistry.from_prompt(prompt, namespace=namespace)
+
+    assert "missing required tools: test" in tools.execute("deploy").message
+    assert tools.execute("test").success
+    assert tools.execute("deploy").success
+
+
+def test_a_registry_runs_a_tool_of_ones_own_under_a_policy_about_it():
+    tools = ToolRegistry(policies=[QuotaPolicy(1, tools={"deploy"})])
+
+    assert tools.execute(STEPS["deploy"]).success
+    assert "Quota exceeded" in tools.execute(STEPS["deploy"]).message
+
+
 def test_files_are_read_before_they_are_written_in_a_namespace_too():
     files = MemoryFilesystem({"a.txt": "old"})
     section = MarkdownSection(
@@ -1529,18 +1549,31 @@ def test_a_text_is_not_a_set_of_tools(kind: str):
 
 @pytest.mark.parametrize("kind", [QuotaPolicy, RateLimitPolicy])
 def test_two_counting_policies_of_one_name_are_refused_in_a_registry_too(kind: Any):
-    """They would share a count, and each call would count twice."""
+    """They would share one count, and each call would count twice."""
     tools, one, other = [STEPS["test"]], kind(3), kind(5)
 
-    with pytest.raises(ToolDefinitionError, match="would share a count; rename one"):
+    with pytest.raises(ToolDefinitionError, match="would share one count; rename one"):
         ToolRegistry(tools, policies=[one, other])
     section = MarkdownSection(title="S", tools=tools, policies=[one])
-    with pytest.raises(ToolDefinitionError, match="would share a count"):
+    with pytest.raises(ToolDefinitionError, match="would share one count"):
         ToolRegistry.from_section(section, policies=[other])
-    with pytest.raises(ToolDefinitionError, match="would share a count"):
+    with pytest.raises(ToolDefinitionError, match="would share one count"):
         ToolRegistry(policies=[one, other]).execute(STEPS["test"])
 
     named = ToolRegistry(tools, policies=[kind(3, name="mine"), one, one])
     for _ in range(3):
         assert named.execute("test").success
     assert not named.execute("test").success
+
+
+def test_two_policies_of_one_name_that_ask_a_person_are_refused():
+    """One answer would count for both, where two people were meant to agree."""
+    one, other = ApprovalPolicy(), ApprovalPolicy()
+
+    for attached in (
+        lambda: ToolRegistry(TOOLS, policies=[one, other]),
+        lambda: PromptTemplate(policies=[one, other]),
+    ):
+        with pytest.raises(WinkError, match="would share one answer; rename one"):
+            attached()
+    ToolRegistry(TOOLS, policies=[one, one, ApprovalPolicy(name="second")])

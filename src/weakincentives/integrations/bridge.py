@@ -32,7 +32,7 @@ from weakincentives.prompt.policies import (
     attach,
     names_of,
     refuse_misspelt_tools,
-    refuse_shared_counts,
+    refuse_shared_names,
 )
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.retry import TIMEOUT
@@ -338,7 +338,7 @@ class Bridge(Closes):
         attached = attach(self.policies)
         known = names_of(self.tools) | RUNTIME_TOOLS | {*self.reaches}
         refuse_misspelt_tools(attached, known, ToolDefinitionError)
-        refuse_shared_counts(attached, ToolDefinitionError)
+        refuse_shared_names(attached, ToolDefinitionError)
         # The framework may have tools of its own, which are known when they are called.
         self.policies = tuple(policy.for_any_tool() for policy in attached)
         self._lock = threading.Lock()

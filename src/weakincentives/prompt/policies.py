@@ -964,17 +964,18 @@ def _hint(name: str, offered: Collection[str]) -> str:
     return f"{hint} For a tool that may be missing, write if_offered({name!r})"
 
 
-def refuse_shared_counts(policies: Iterable[AttachedPolicy], error: type[Exception]) -> None:
-    """Refuse two policies that count calls under one name: each call would count twice."""
-    counting: dict[str, object] = {}
+def refuse_shared_names(policies: Iterable[AttachedPolicy], error: type[Exception]) -> None:
+    """Refuse two policies of one name that would share a count, or a person's answer."""
+    known: dict[str, object] = {}
     for policy in policies:
-        if policy.on_start is not None:
-            other = counting.setdefault(policy.name, policy.policy)
-            if other is not policy.policy:
-                raise error(
-                    f"two policies that count calls are both called {policy.name!r} and would "
-                    f"share a count; rename one: {type(policy.policy).__name__}(..., name=...)"
-                )
+        if policy.on_start is None and not policy.asks_a_person:
+            continue
+        if known.setdefault(policy.name, policy.policy) is not policy.policy:
+            does, what = ("count calls", "count") if policy.on_start else ("ask a person", "answer")
+            raise error(
+                f"two policies that {does} are both called {policy.name!r} and would "
+                f"share one {what}; rename one: {type(policy.policy).__name__}(..., name=...)"
+            )
 
 
 def names_of(tools: Iterable[Tool[Any, Any]]) -> set[str]:

@@ -20,7 +20,7 @@ from weakincentives.prompt.policies import (
     AttachedPolicy,
     attach,
     names_of,
-    refuse_shared_counts,
+    refuse_shared_names,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -610,7 +610,7 @@ def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
     _refuse_duplicates(_always_offered(nodes))
     sections = [node.section for node in walk(nodes)]
     every = (*(policy for section in sections for policy in section.policies), *policies)
-    refuse_shared_counts(every, PromptValidationError)
+    refuse_shared_names(every, PromptValidationError)
     known = names_of(tool for section in sections for tool in section.tools) | RUNTIME_TOOLS
     for section in sections:
         section.check_policies(known)

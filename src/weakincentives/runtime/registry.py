@@ -19,7 +19,7 @@ from weakincentives.prompt.policies import (
     AttachedPolicy,
     attach,
     names_of,
-    refuse_shared_counts,
+    refuse_shared_names,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -190,7 +190,7 @@ class ToolRegistry:
         Now if there are tools; a registry that gets its tools later is checked at its first use.
         """
         rules, named, where = self._rules(), self._named, "the registry"
-        refuse_shared_counts(rules, ToolDefinitionError)
+        refuse_shared_names(rules, ToolDefinitionError)
         refuse_unknown_tools(rules, named, named, where, ToolDefinitionError)
         refuse_unknown_references(rules, named, where, ToolDefinitionError)
         self._checked = True
@@ -380,6 +380,8 @@ class ToolRegistry:
         call_id: str | None,
     ) -> tuple[ToolCall, ToolContext]:
         """Return a call, and the context it is made in."""
+        if isinstance(name, Tool) and not self._checked:
+            self._named |= names_of([name])
         ours = self.context()
         if isinstance(name, Tool):
             known = ours.offers.get(name.name)
@@ -593,14 +595,22 @@ class ToolRegistry:
         """
         made = cls(session=session, resources=prompt.resources, namespace=namespace)
         offers = prompt.render(made.session).offers.values()
-        made._listeners = tuple(each for offer in offers for each in offer.listeners)
-        made._add(
-            [
-                _entry(offer.tool, made.namespace, offer.rules)
-                for offer in offers
-                if offer.tool.handler is not None
-            ]
-        )
+        known: dict[str, AnyTool] = {}
+
+        def placed(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
+            # The prompt has checked the names: they may be those of disabled sections.
+            return tuple(
+                _in_namespace(each, known) if made.namespace else each.for_any_tool()
+                for each in policies
+            )
+
+        made._listeners = placed(each for offer in offers for each in offer.listeners)
+        entries: list[_Entry] = []
+        for offer in offers:
+            if offer.tool.handler is not None:
+                entries.append(_entry(offer.tool, made.namespace, placed(offer.rules)))
+                known[entries[-1].tool.name] = offer.tool
+        made._add(entries)
         return made
 
     # Its end
