@@ -81,6 +81,11 @@ SPELLED = {
     "as strings of a program": lambda text: "".join(
         f'    "{line}\\n"\n' for line in text.split("\n")
     ),
+    "in colour": lambda text: "".join(f"\x1b[32m{line}\x1b[m\n" for line in text.split("\n")),
+    "in colour, in JSON": lambda text: json.dumps(
+        "".join(f"\x1b[1;32m+\x1b[m\x1b[32m{line}\x1b[m\n" for line in text.split("\n"))
+    ),
+    "in a table": lambda text: "".join(f"| 1 | {line} |\n" for line in text.split("\n")),
     "as a comment": lambda text: textwrap.indent(text, "# "),
 }
 every_spelling = pytest.mark.parametrize("spelled", SPELLED.values(), ids=SPELLED)
@@ -132,6 +137,13 @@ def test_a_key_without_lines_is_known_by_its_start():
         assert len(done) < 60
 
 
+def test_several_parts_in_a_line_are_hidden():
+    lines = data_lines(KEYS["PKCS#8"])
+
+    for between in (" ", "<br>", "&#10;", "  |  "):
+        assert leaked(KEYS["PKCS#8"], without_secrets(between.join(lines[3:9]))) == set()
+
+
 def test_lines_in_a_list_are_one_text():
     lines = ["a", *KEYS["Ed25519"].split("\n"), "b"]
 
@@ -148,8 +160,14 @@ def test_once_a_key_was_seen_any_part_of_it_is_hidden():
     data = "".join(data_lines(KEYS["PKCS#8"]))
 
     for text in (data[200:230], f"x {data[301:325]}...", f"AAAA{data[400:430]}", data[128:208]):
-        for spelled in (text, json.dumps(f"a\n{text}\n"), f"+{text}"):
+        escaped = json.dumps(f"a\n{text}\n\u2028{text}\t{text}")
+        json.loads(redaction.keys.without_known(escaped))  # it is still JSON
+        for spelled in (text, escaped, f"+{text}"):
             assert leaked(KEYS["PKCS#8"], redaction.keys.without_known(spelled)) == set()
+    for kind, start in (("EC", 12), ("Ed25519", 24)):
+        redaction(KEYS[kind])
+        part = "".join(data_lines(KEYS[kind]))[start : start + 20]
+        assert part not in redaction.keys.without_known(f"a {part} b")
     assert redaction.keys.without_known("class PrivateKeyRedaction") == "class PrivateKeyRedaction"
 
 
@@ -210,6 +228,7 @@ def test_it_takes_linear_time():
         "a+" * 150_000,
         "a " * 150_000,
         " " * 300_000,
+        "-----BEGIN PRIVATE KEY-----\n" + f"{'1-' * 5000}x a\n" * 20,
     ]
     short, whole = 0.0, 0.0
     for text in texts:

@@ -15,16 +15,21 @@ from collections.abc import Callable, Iterator
 _B64 = "[A-Za-z0-9+/]"
 NEEDLE = "PRIVATE KEY"
 _MARK = re.compile(r"-----(BEGIN|END) ([A-Z0-9 ]{1,40})-----")
-# In JSON a line end is escaped, and in JSON inside of JSON twice.
-_LINE_END = re.compile(r"((?:\\{1,4}r)?\\{1,4}n|\r\n|\r|\n)")
+# In JSON a line end is escaped, and in JSON inside of JSON twice. Colours count as line ends.
+_LINE_END = re.compile(
+    r"((?:\\{1,4}r)?\\{1,4}n|\r\n|\r|\n|(?:\x1b|\\{1,4}(?:u001b|x1b|033|e))\[[\d;]{0,20}m)"
+)
 _WIDTHS = (64, 70)
 """Characters in a line of a key: of OpenSSL, GnuPG and PuTTY, and of OpenSSH."""
 _LONG = re.compile(rf"(?<!{_B64}){_B64}{{62,}}={{0,2}}")
-_LAST = re.compile(rf"(?<!{_B64})(?P<run>{_B64}+={{0,2}})[\s\"',;\\]*$")
+_LAST = re.compile(rf"(?<!{_B64})(?P<run>{_B64}+={{0,2}})[\s\"',;|\\]*$")
 # What may precede the data in its line: a number, the sign of a diff, a quote, what grep prints.
 _PREFIX = re.compile(r"[\s\d:|>→\"'`#*/,;\\+-]*(?:\\t|\\)?(?:[\w./-]+:\d+:)?[\s+-]*")
+_HEADS = {"MIG": 48, "MIH": 48, "MC4": 21, "MHc": 9}
 _HEAD = 64
-"""Characters at the start of a key that tell only its kind."""
+"""Characters at the start of a key that tell only its kind: of elliptic curves, and of others."""
+_LONGEST = 100
+"""Characters before the data in its line."""
 _SHORT = 8
 _PART = 16
 """Characters of a part of a line that is recognised."""
@@ -38,7 +43,9 @@ _START = re.compile(
     rf"|b3BlbnNzaC1rZXktdjE|LS0tLS1CRUdJTi(?!BDRVJU|BQVUJM)){_B64}{{24,}}={{0,2}})"
 )
 _STARTS = ("IBA", "AgEA", "CAQ", "b3BlbnNz", "LS0tLS1CRUdJTi")
-_RUN = re.compile(rf"(?:(?<![A-Za-z0-9+/\\])|(?<=\\n)|(?<=\\r)|(?<=\\t)){_B64}{{{_PART},}}")
+_RUN = re.compile(
+    rf"(?:(?<![A-Za-z0-9+/\\])|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{{4}})){_B64}{{{_PART},}}"
+)
 
 
 class PrivateKeys:
@@ -90,7 +97,7 @@ class PrivateKeys:
 
     def _learn(self, key: str) -> None:
         # What precedes is the same for many keys, public ones included.
-        key = key[_HEAD:]
+        key = key[_HEADS.get(key[:3], _HEAD) :]
         parts = (key[at : at + _PART] for at in range(len(key) - _PART + 1))
         self._known.update(part for part in parts if len(set(part)) > _PART // 2)
 
@@ -107,9 +114,11 @@ class PrivateKeys:
         # Strings of a program have an escaped line end, and their own.
         places = [at for at in range(0, len(pieces), 2) if not _EMPTY.fullmatch(pieces[at])]
         lines = [pieces[at] for at in places]
-        for number, (start, end) in _key_lines(lines).items():
+        for number, spans in _key_lines(lines).items():
             line = lines[number]
-            pieces[places[number]] = line[:start] + self._hide(line[start:end]) + line[end:]
+            for start, end in sorted(spans, reverse=True):
+                line = line[:start] + self._hide(line[start:end]) + line[end:]
+            pieces[places[number]] = line
         return "".join(pieces)
 
 
@@ -120,23 +129,23 @@ def _runs(text: str) -> Iterator[str]:
             yield line[slice(*span)].rstrip("=")
 
 
-def _key_lines(lines: list[str]) -> dict[int, tuple[int, int]]:
-    """Return the numbers of lines that are a part of a private key, and which part of the line."""
+def _key_lines(lines: list[str]) -> dict[int, set[tuple[int, int]]]:
+    """Return the numbers of lines with parts of a private key, and where in the line they are."""
     public = _marked(lines, private=False)
-    found = _marked(lines, private=True)
+    found = {number: {span} for number, span in _marked(lines, private=True).items()}
     for number, line in enumerate(lines):
         for run in _LONG.finditer(line):
             start, end = _place(line, *run.span())
             is_key = end - start in _WIDTHS and _is_random(line[start:end])
             if is_key and number not in public and not _is_joined(line, start, end):
-                found[number] = start, end
+                found.setdefault(number, set()).add((start, end))
     # The last line is shorter, and the first and the last may have been cut.
     for number in (
         {near for at in found for near in (at - 1, at + 1)} - found.keys() - public.keys()
     ):
         span = _last(lines[number]) if 0 <= number < len(lines) else None
         if span is not None and _is_data(lines[number][slice(*span)]):
-            found[number] = span
+            found[number] = {span}
     return found
 
 
@@ -154,7 +163,7 @@ def _marked(lines: list[str], *, private: bool) -> dict[int, tuple[int, int]]:
             if not is_in or _FIELD.fullmatch(line):
                 continue
             span = _last(line)
-            if span is None or not _PREFIX.fullmatch(line[: span[0]]):
+            if span is None or span[0] > _LONGEST or not _PREFIX.fullmatch(line[: span[0]]):
                 is_in = False
                 continue
             # All lines are of one width but the last, which is the first one above the end.
@@ -190,7 +199,7 @@ def _is_joined(line: str, start: int, end: int) -> bool:
     before, after = line[max(0, start - 3) : start], line[end : end + 1]
     if before.endswith("-"):  # of a diff
         return before != "-" and not before[:-1].endswith((" ", "\t", "\\t"))
-    return before.endswith(("=", "_", ".")) or after in ("-", "_", ".", "(")
+    return before.endswith(("_", ".")) or after in ("-", "_", ".", "(")
 
 
 def _is_data(run: str) -> bool:
