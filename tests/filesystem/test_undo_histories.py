@@ -257,7 +257,11 @@ class Work:
         if way == "force":
             self._check_forced(now)
             return
-        changed = {p for each in undone for p in differing(each.before, each.after)}
+        changed = {
+            path
+            for place, each in enumerate(undone)
+            for path in differing(each.before, each.after) & self._touched_since(undone[place:])
+        }
         self._check(after, expected, changed, touched, told)
         edits = {path for each in undone for path in each.touched} & now.keys()
         mine = {now[path].content for path in edits if _is_persons(now[path])}
@@ -283,7 +287,10 @@ class Work:
         touched: set[str],
         told: tuple[str, ...],
     ) -> None:
-        """What is not as it was is the person's, or in its way, and is named."""
+        """What is not as it was is the person's, or in its way.
+
+        It is named if the person changed it after a call had done so.
+        """
         for path in sorted(differing(after, expected)):
             causes = [each for each in touched if _is_cause(each, path, after)]
             assert causes, f"{path} should be {expected.get(path)}, is {after.get(path)}; {told}"
