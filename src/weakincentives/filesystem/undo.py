@@ -795,7 +795,7 @@ class _OneCall:
         """The paths that differ from how it left them."""
         self.removed = removed
         """The directories that it removed, replaced or moved away."""
-        self.arrived = frozenset(arrived(delta))
+        self.arrived = arrived(delta)
 
 
 class _Links:
