@@ -131,18 +131,18 @@ def _differing(delta: Delta, now: Layer, before: Layer | None) -> dict[Parts, bo
     return found
 
 
-def arrived(delta: Delta) -> set[Parts]:
+def arrived(delta: Delta) -> dict[Parts, Record]:
     """Return the directories that a call put somewhere as a whole, and left there."""
-    found: set[Parts] = set()
+    found: dict[Parts, Record] = {}
     for record in delta.records:
         if not record.is_whole:
             continue
         if found and record.before is not None and record.before.is_directory:
             gone = record.path if record.origin is None else record.origin
-            found = {each for each in found if each[: len(gone)] != gone}
+            found = {each: known for each, known in found.items() if each[: len(gone)] != gone}
         left = delta.after.get(record.path)
-        if record.op == "was" and left is not None and left.is_directory:
-            found.add(record.path)
+        if record.before is None and left is not None and left.is_directory:
+            found[record.path] = record
     return found
 
 
