@@ -105,7 +105,8 @@ class Work:
         }
 
     def linked(self) -> set[frozenset[str]]:
-        return {seen.names for seen in look(self.root).values() if len(seen.names) > 1}
+        found = (seen for seen in look(self.root).values() if seen.kind == "file")
+        return {seen.names for seen in found if len(seen.names) > 1}
 
     def text(self, who: str) -> str:
         return f"{who} wrote text {next(self.numbers)}.\n"
