@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import look, put
 
@@ -433,6 +433,49 @@ FIRST = ("call", "command", ("write", "e/in/c"))
 """So that the first random call can be undone in every way."""
 
 
+# What random histories have found.
+A_LINKED_FILE_MOVED_OVER_ANOTHER = [
+    FIRST,
+    ("call", "program", ("move", "b", "a")),
+    ("undo", 0, "undo"),
+]
+A_DIRECTORY_DISPLACED_IN_ITS_OWN_CALL = [
+    FIRST,
+    ("call", "api", ("move", "d/in", "e")),
+    ("undo", 0, "undo"),
+    ("call", "program", ("mode", "e/in/c")),
+    ("undo", 2, "rewind"),
+    ("undo", 2, "revert"),
+    ("undo", 0, "rewind"),
+]
+A_DIRECTORY_REPLACED_TWICE_IN_A_CALL = [
+    FIRST,
+    ("call", "api", ("move", "e/in", "d"), ("append", "e/in/c"), ("move", "e/in", "d")),
+    ("undo_one", 1),
+    ("undo", 0, "undo"),
+]
+A_NAME_REPLACED_AFTER_AN_EDIT_THROUGH_ANOTHER = [
+    FIRST,
+    ("call", "api", ("copy", "d/a", "b")),
+    ("call", "command", ("link", "b", "a")),
+    ("call", "program", ("mode", "a")),
+    ("undo", 2, "revert"),
+    ("undo", 3, "rewind"),
+    ("undo", 2, "revert"),
+]
+A_DIRECTORY_MADE_AGAIN = [
+    FIRST,
+    ("call", "api", ("write", "a")),
+    ("person", "same directory", "e"),
+    ("undo", 1, "undo"),
+]
+
+
+@example(A_LINKED_FILE_MOVED_OVER_ANOTHER, "disk")
+@example(A_DIRECTORY_DISPLACED_IN_ITS_OWN_CALL, "disk")
+@example(A_DIRECTORY_REPLACED_TWICE_IN_A_CALL, "disk")
+@example(A_NAME_REPLACED_AFTER_AN_EDIT_THROUGH_ANOTHER, "tmpfs")
+@example(A_DIRECTORY_MADE_AGAIN, "tmpfs")
 @settings(max_examples=max(10, settings.default.max_examples // 3))
 @given(steps=HISTORIES, place=st.sampled_from(sorted(PLACES)))
 def test_what_no_one_else_has_touched_comes_back_and_the_rest_is_named(
