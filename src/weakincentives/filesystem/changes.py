@@ -735,7 +735,9 @@ class Changes:
         """Save a file that is about to be changed in place: a hard link and a copy."""
         scratch = self._scratch(above, parts[:-1])
         saved, copy = self.store.fresh("k"), self.store.fresh("c")
-        self._saved.pop(parts, None)
+        others = () if entry.links == 1 else self._other_names(parts, entry)
+        for each in (parts, *others):  # what is put there later replaces this file, not the first
+            self._saved.pop(each, None)
         self._written.pop(entry.ino, None)
         copy_file(self.tree, parts, self.store.tx_fd, copy, safe=self.store.safe)
         # Without a hard link, only the content is restored.
@@ -749,7 +751,7 @@ class Changes:
             source=Source(copy),
             scratch=scratch.mark,
             times=self._times(above, parts[:-1]),
-            others=() if entry.links == 1 else self._other_names(parts, entry),
+            others=others,
         )
 
     def _other_names(self, parts: Parts, entry: Entry) -> tuple[Parts, ...]:

@@ -103,8 +103,7 @@ def _differing(delta: Delta, now: Layer, before: Layer | None) -> dict[Parts, bo
     """
     found: dict[Parts, bool] = {}
     paths = {parts for record in delta.records for parts in record.paths}
-    tops = dict.fromkeys(arrived(delta))
-    inside = {each for top in tops for each in _at_or_below(top, delta, now)}
+    inside = {each for top in arrived(delta) for each in _at_or_below(top, delta, now)}
     removed = removed_directories(delta)
     moved = {each.path for each in delta.records if each.op == "moved"}
     blocked: set[Parts] = set()
@@ -132,12 +131,19 @@ def _differing(delta: Delta, now: Layer, before: Layer | None) -> dict[Parts, bo
     return found
 
 
-def arrived(delta: Delta) -> Iterator[Parts]:
-    """Yield the directories that a call put somewhere as a whole."""
+def arrived(delta: Delta) -> dict[Parts, Record]:
+    """Return the directories that a call put somewhere as a whole, and left there."""
+    found: dict[Parts, Record] = {}
     for record in delta.records:
+        if not record.is_whole:
+            continue
+        if found and record.before is not None and record.before.is_directory:
+            gone = record.path if record.origin is None else record.origin
+            found = {each: known for each, known in found.items() if each[: len(gone)] != gone}
         left = delta.after.get(record.path)
-        if record.op == "was" and record.is_whole and left is not None and left.is_directory:
-            yield record.path
+        if record.before is None and left is not None and left.is_directory:
+            found[record.path] = record
+    return found
 
 
 def removed_directories(delta: Delta) -> dict[Parts, Record]:

@@ -627,7 +627,7 @@ class _Undo:
         before, parts = record.before, record.path
         is_directory = self._has_directory(parts)
         if is_directory and before is None and record.is_whole:
-            self._take_away(parts, one)
+            self._take_away(record, one)
             is_directory = self._has_directory(parts)
         status = self.changes.tree.status(parts)
         if before is not None and before.is_directory and record.saved is None:
@@ -655,10 +655,10 @@ class _Undo:
                 f"{shown(join_path(parts))} could not be restored: its content was not saved"
             )
 
-    def _take_away(self, top: Parts, one: _OneCall) -> None:
+    def _take_away(self, record: Record, one: _OneCall) -> None:
         """Remove a directory that arrived as a whole; what someone else changed in it stays."""
-        tree, after = self.changes.tree, one.delta.after
-        if top not in one.arrived:
+        tree, top, after = self.changes.tree, record.path, one.delta.after
+        if one.arrived.get(top) is not record:
             # The call itself removed it later, so it was just restored; or someone made it again.
             if self.force or not is_related(top, self._left | self._shared):
                 self._remove(top)
@@ -841,7 +841,7 @@ class _OneCall:
         """The paths that differ from how it left them."""
         self.removed = removed
         """The directories that it removed, replaced or moved away."""
-        self.arrived = frozenset(arrived(delta))
+        self.arrived = arrived(delta)
 
 
 class _Links:
