@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -253,6 +254,31 @@ print(find_program("python", f"{place}/bin"), reach_of_agents(f"{place.parent}/b
 
     above = Path(sys.prefix).parent
     assert done.stdout == f"{sys.prefix}/bin/python agents can write to {above}\n"
+
+
+def test_our_own_environment_comes_last(trusted: Path):
+    """A project may have had a directory of that name when we were installed there."""
+    program = """
+import os, sys
+from weakincentives.programs import find_program, safe_path
+print(find_program("tool"), safe_path(), bool(find_program("python")))
+"""
+    with tempfile.TemporaryDirectory() as place:
+        own = Path(place, ".venv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(own)], check=True)
+        plant(own / "bin/tool")
+        [packages] = own.glob("lib/python*/site-packages")
+        lists = [str(SOURCE.parent), *filter(os.path.isdir, sys.path)]
+        (packages / "others.pth").write_text("\n".join(lists))
+        done = subprocess.run(
+            [str(own / "bin/python"), "-c", program],
+            env={**os.environ, "PATH": f"{own}/bin:{trusted}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+    assert done.stdout == f"{trusted}/tool {trusted} True\n"
 
 
 def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):

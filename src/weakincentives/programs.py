@@ -66,16 +66,20 @@ def find_program(name: str, path: str | None = None) -> str | None:
 
     Args:
         name: Its name, or an absolute path.
-        path: Where to look; default: ``PATH`` of this process.
+        path: Where to look, in this order; default: ``PATH`` of this process, our own environment
+            last. If that is in a workspace, it is protected, but it may have been prepared.
     """
+    own: str | None = None
     for found in _candidates(name, path):
         why = _why_not(found)
         if why is None:
-            return found
-        if found not in _told:
+            if path is not None or _why_not(found, ours=False) is None:
+                return found
+            own = own or found
+        elif found not in _told:
             _told.add(found)
             _logger.warning("%s is not used: %s", found, why)
-    return None
+    return own
 
 
 def missing_program(name: str, path: str | None = None) -> str:
@@ -89,10 +93,18 @@ def missing_program(name: str, path: str | None = None) -> str:
 
 
 def safe_path(path: str | None = None) -> str:
-    """Return the directories of ``PATH`` that no agent can write to, or those of another list."""
-    given = os.environ.get("PATH", os.defpath) if path is None else path
-    places = dict.fromkeys(filter(os.path.isabs, given.split(os.pathsep)))
-    return os.pathsep.join(each for each in places if reach_of_agents(each) is None)
+    """Return the directories of a list that no agent can write to.
+
+    The default is ``PATH`` of this process, without our own environment if that is a project's.
+    """
+    if path is None:
+        return _safe(os.environ.get("PATH", os.defpath), ours=False)
+    return _safe(path)
+
+
+def _safe(path: str, *, ours: bool = True) -> str:
+    places = dict.fromkeys(filter(os.path.isabs, path.split(os.pathsep)))
+    return os.pathsep.join(each for each in places if reach_of_agents(each, ours=ours) is None)
 
 
 def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -101,7 +113,7 @@ def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, 
     found: dict[str, str] = {}
     for name, value in given.items():
         if _LISTS.fullmatch(name):
-            found[name] = safe_path(value)
+            found[name] = _safe(value, ours=name != "PATH")
         elif name in _COMMANDS:
             if all(map(_is_safe, value.split(os.pathsep))):
                 found[name] = value
@@ -116,12 +128,15 @@ def _is_safe(command: str) -> bool:
     return False
 
 
-def reach_of_agents(path: str) -> str | None:
+def reach_of_agents(path: str, *, ours: bool = True) -> str | None:
     """Return why an agent may have written what is at an absolute path, or None if it cannot.
 
     Every link on the way counts with the directory that it is in, and so does where it leads to.
+
+    Args:
+        ours: Whether our own installation is out of reach, wherever it is.
     """
-    state = len(_writable), _active(), int(SYSTEM_CLOCK.monotonic() / _LASTS)
+    state = len(_writable), _active(), ours, int(SYSTEM_CLOCK.monotonic() / _LASTS)
     for step in _steps(path):
         if why := _why_writable(step, state):
             return why
@@ -178,9 +193,9 @@ def _is_program(path: str) -> bool:
     return os.path.isfile(path) and os.access(path, os.X_OK)
 
 
-def _why_not(program: str) -> str | None:
+def _why_not(program: str, *, ours: bool = True) -> str | None:
     """Return why a program is not used: it, or the interpreter of a script, is in reach."""
-    if why := reach_of_agents(program):
+    if why := reach_of_agents(program, ours=ours):
         return why
     with suppress(OSError), open(program, "rb") as file:
         start = file.read(256).partition(b"\n")[0]
@@ -216,21 +231,21 @@ def _steps(path: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def _why_writable(path: str, state: tuple[int, frozenset[str], int]) -> str | None:
+def _why_writable(path: str, state: tuple[int, frozenset[str], bool, int]) -> str | None:
     """Return why agents can write to a path; the directories on the way are no links.
 
     Args:
         state: What the answer depends on besides the disk, and the time until it is asked again.
     """
-    _, active, _ = state
+    _, active, ours, _ = state
     if _is_open(path):
         return f"everybody can write to {path}"
     above, below = path, ""
     while True:
         if above in _writable or _is_mounted_writable(above) or _has_store(above):
-            if not _is_ours(path, above):
+            if not (ours and _is_ours(path, above)):
                 return f"agents can write to {above}"
-        elif (above in active or _is_environment(above)) and not _is_ours(path, above):
+        elif (above in active or _is_environment(above)) and not (ours and _is_ours(path, above)):
             return f"{above} is the environment of a project, which agents may change"
         if below and _is_open(above, below):
             return f"everybody can write to {above}"
