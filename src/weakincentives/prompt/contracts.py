@@ -6,7 +6,7 @@ State and memory effects belong to the transaction; notifications and cascades f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, get_args
 
@@ -68,7 +68,7 @@ class _AsksAll(Protocol[T_co]):
 _Before = _AsksNothing[T_co] | _AsksContext[T_co] | _AsksParams[T_co] | _AsksContextParams[T_co]
 _After = _AsksResult[T_co] | _AsksContextResult[T_co] | _AsksParamsResult[T_co] | _AsksAll[T_co]
 
-Check = _Before["bool | Awaitable[bool]"]
+Check = _Before[bool | Awaitable[bool]]
 """Called with those of ``context`` and ``params`` that it names; plain or async."""
 Step = _Before[object] | _After[object]
 """Called with those of ``context``, ``params`` and ``result`` that it names; plain or async."""
