@@ -23,12 +23,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trees import look, put
 
+from chance import THOROUGH
 from weakincentives.call import ToolCall
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 
 # In `make torture` 10,000 histories, in parts that run at once.
-PARTS = 10 if os.environ.get("WINK_THOROUGH") else 1
+PARTS = 10 if THOROUGH else 1
 PLACES = {"disk": None, "tmpfs": "/dev/shm"}
 
 FILES = ("a", "b", "d/a", "d/b", "d/in/c", "e/a", "e/in/c")
