@@ -678,6 +678,27 @@ def test_a_save_in_the_moment_of_a_merge_is_a_conflict(
     assert work.fs.history() == ()
 
 
+@pytest.mark.parametrize("save", SAVES[:2])
+def test_nor_is_it_replaced_where_files_cannot_be_swapped(
+    work: Work, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, str], None]
+) -> None:
+    """Some filesystems cannot exchange two names: there the old file is moved away first."""
+    for name in ("a", "f"):
+        put(work.root / name, "as it was")
+    work.branch.begin_anew()
+    for name in ("a", "f", "new"):
+        work.branch.write(name, "by the branch")
+    for module in (changes, swap):
+        monkeypatch.setattr(module, "exchange", lambda *_: False)
+    at_the_moment(monkeypatch, "planned", lambda: save(work.root / "f", "by a person"))
+
+    with pytest.raises(MergeConflict):
+        work.branch.merge_into(work.fs)
+
+    texts = {each.name: each.read_text() for each in work.root.iterdir()}
+    assert texts == {"a": "as it was", "f": "by a person"}
+
+
 def test_other_lines_that_a_person_saves_in_that_moment_are_merged(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,9 +270,11 @@ class Restore:
         there = status_at(above, name)
         if original is None or there is None or record.op != "was":
             return False
-        if record.after is None or record.after.ino != there.st_ino:
+        if record.after is None or _is_changed_file(record, self.tree):
             self._leave_edit(record)
             return True
+        if not self.tree.exchanges.get(scratch.mount):
+            return False
         if not put_back(scratch, saved, above, name, Seen(record.after, record.after.digest)):
             self._leave_edit(record)
         else:

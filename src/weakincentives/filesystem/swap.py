@@ -49,6 +49,8 @@ class Seen(NamedTuple):
 def put_back(scratch: Scratch, name: str, above: int, place: str, ours: Seen) -> bool:
     """Swap what is in a scratch directory and what we put at a place, which others may change.
 
+    For filesystems that can swap names.
+
     Returns whether the scratch directory has ours now. If not, someone has changed it: then the
     newest version is in place, and the one that it replaced is in the scratch directory.
     """
