@@ -142,6 +142,39 @@ def _is_done(agent: Agent, task: int) -> bool:
         return any(mark in fs.read(each.path) for each in fs.list())
 
 
+# An agent beside a person who edits the same files: each has a line of its own
+
+
+def edit_own_line(text: str, name: str, value: str) -> str:
+    """Return a text whose line of this name has another value."""
+    return "".join(
+        f"{name}: {value}\n" if line.startswith(f"{name}:") else line
+        for line in text.splitlines(keepends=True)
+    )
+
+
+def edit_and_merge(root: Path, name: str, rounds: int, files: int, reports: Connection) -> None:
+    """Edit a line and merge, so many times; reports how many merges there were."""
+    merged = 0
+    try:
+        dice = random.Random(name)
+        branch = Branch.create(root, name, wait=60)
+        for number in range(rounds):
+            branch.begin_anew()
+            for path in dice.sample([f"f{each}" for each in range(files)], dice.randint(1, files)):
+                branch.write(path, edit_own_line(branch.read(path), name, str(number)))
+            with (
+                contextlib.suppress(MergeConflict),
+                HostFilesystem(root, shared=True, wait=60) as fs,
+            ):
+                branch.merge_into(fs)
+                merged += 1
+        branch.close()
+        reports.send(merged)
+    except Exception:
+        reports.send(traceback.format_exc())
+
+
 # One step of a random history
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from trees import look, put
 
 from weakincentives.errors import MergeConflict
-from weakincentives.filesystem import Branch, HostFilesystem
+from weakincentives.filesystem import Branch, HostFilesystem, changes, swap, tree
+from weakincentives.filesystem.merging import Merge
 
 pytestmark = pytest.mark.sampled
 
@@ -590,3 +591,254 @@ def test_a_merge_within_a_call_is_undone_with_it(work: Work) -> None:
     assert look(work.root) == before
     assert not work.conflicts()
     assert (work.root / "f").read_text() == "branch"
+
+
+# Edits of a person in the very moment of the merge
+
+
+def save_in_place(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def save_by_rename(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    staged = path.with_name("a new version")
+    staged.write_text(text)
+    staged.rename(path)
+
+
+def save_with_the_old_time(path: Path, text: str) -> None:
+    """As within one tick of the clock: size and time tell nothing."""
+    old = path.stat()
+    with path.open("r+b") as file:
+        file.write(text.encode().ljust(old.st_size)[: old.st_size])
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
+SAVES = [save_in_place, save_by_rename, save_with_the_old_time]
+
+
+def at_the_moment(
+    monkeypatch: pytest.MonkeyPatch, where: str, act: Callable[[], object], times: int = 1
+) -> None:
+    """Let a person act right after a merge was planned, or right before a file is replaced."""
+    left = [None] * times
+
+    def act_once() -> None:
+        if left:
+            left.pop()
+            act()
+
+    if where == "planned":
+        check = Merge.check
+
+        def planned(merge: Merge) -> None:
+            check(merge)
+            act_once()
+
+        monkeypatch.setattr(Merge, "check", planned)
+        return
+    exchange = tree.exchange
+
+    def replaced(one: int, name: str, other: int, place: str) -> bool:
+        if not name.startswith("n") or not place.startswith("n"):  # no trial of the filesystem
+            act_once()
+        return exchange(one, name, other, place)
+
+    for module in (changes, swap):
+        monkeypatch.setattr(module, "exchange", replaced)
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("where", ["planned", "replaced"])
+@pytest.mark.parametrize("diverged", [False, True])
+def test_a_save_in_the_moment_of_a_merge_is_a_conflict(
+    work: Work,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[[Path, str], None],
+    where: str,
+    diverged: bool,
+) -> None:
+    for name in ("a", "f", "g"):
+        put(work.root / name, TEXT)
+    work.branch.begin_anew()
+    work.branch.write("a", "by the branch")
+    work.branch.write("f", "by the branch")
+    work.branch.write("g", changed(1, by="branch"))
+    if diverged:
+        put(work.root / "g", changed(9, by="person"))
+    at_the_moment(monkeypatch, where, lambda: save(work.root / "f", "by a person"))
+
+    with pytest.raises(MergeConflict) as conflict:
+        work.branch.merge_into(work.fs)
+
+    assert conflict.value.paths == ("f",)
+    assert (work.root / "f").read_text().startswith("by a person")
+    assert (work.root / "a").read_text() == TEXT
+    assert work.fs.history() == ()
+
+
+@pytest.mark.parametrize("save", SAVES[:2])
+def test_nor_is_it_replaced_where_files_cannot_be_swapped(
+    work: Work, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, str], None]
+) -> None:
+    """Some filesystems cannot exchange two names: there the old file is moved away first."""
+    for name in ("a", "f"):
+        put(work.root / name, "as it was")
+    work.branch.begin_anew()
+    for name in ("a", "f", "new"):
+        work.branch.write(name, "by the branch")
+    for module in (changes, swap):
+        monkeypatch.setattr(module, "exchange", lambda *_: False)
+    at_the_moment(monkeypatch, "planned", lambda: save(work.root / "f", "by a person"))
+
+    with pytest.raises(MergeConflict):
+        work.branch.merge_into(work.fs)
+
+    texts = {each.name: each.read_text() for each in work.root.iterdir()}
+    assert texts == {"a": "as it was", "f": "by a person"}
+
+
+def test_other_lines_that_a_person_saves_in_that_moment_are_merged(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(work.root / "f", TEXT)
+    work.branch.begin_anew()
+    work.branch.write("f", changed(1, by="branch"))
+    at_the_moment(monkeypatch, "replaced", lambda: put(work.root / "f", changed(9, by="person")))
+
+    assert set(work.branch.merge_into(work.fs)) == {"f"}
+
+    text = (work.root / "f").read_text()
+    assert "branch" in text
+    assert "person" in text
+
+
+def test_a_person_who_saves_at_every_attempt_wins(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(work.root / "f", TEXT)
+    work.branch.begin_anew()
+    work.branch.write("f", changed(1, by="branch"))
+    saved = iter(range(100))
+
+    def save() -> None:
+        put(work.root / "f", changed(9, by=f"person {next(saved)}"))
+
+    at_the_moment(monkeypatch, "planned", save, 100)
+
+    with pytest.raises(MergeConflict, match="Changed by someone else in the meantime: f"):
+        work.branch.merge_into(work.fs)
+    assert (work.root / "f").read_text() == changed(9, by=f"person {next(saved) - 1}")
+
+
+def test_of_two_saves_in_that_moment_the_newer_stays_and_the_older_is_set_aside(
+    work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(work.root / "f", "as it was")
+    work.branch.begin_anew()
+    work.branch.write("f", "by the branch")
+    saves = iter(["first", "second"])
+    at_the_moment(monkeypatch, "replaced", lambda: save_in_place(work.root / "f", next(saves)), 2)
+
+    with pytest.raises(MergeConflict):
+        work.branch.merge_into(work.fs)
+
+    assert (work.root / "f").read_text() == "second"
+    (left,) = (work.fs.store / "left").iterdir()
+    assert left.read_text() == "first"
+    assert f"more than once during a merge; an earlier version is in {left}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("deed", "edited"),
+    [
+        ("create", "new"),
+        ("create below", "n/new"),
+        ("delete", "f"),
+        ("delete d", "d/x"),
+        ("delete d", "d/new"),
+        ("move", "f"),
+        ("move", "moved"),
+        ("move d", "moved"),
+        ("replace", "d/new"),
+        ("command", "f"),
+    ],
+)
+@pytest.mark.parametrize("save", SAVES[:2])
+def test_whatever_a_branch_does_there(
+    work: Work,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[[Path, str], None],
+    deed: str,
+    edited: str,
+) -> None:
+    for name in ("f", "d/x", "d/y"):
+        put(work.root / name, "as it was")
+    work.branch.begin_anew()
+    match deed:
+        case "create":
+            work.branch.write("new", "by the branch")
+        case "create below":
+            work.branch.write("n/new", "by the branch")
+        case "delete":
+            work.branch.delete("f")
+        case "delete d":
+            work.branch.delete("d", recursive=True)
+        case "move":
+            work.branch.move("f", "moved")
+        case "move d":
+            work.branch.move("d", "moved")
+        case "replace":
+            work.branch.delete("d", recursive=True)
+            work.branch.write("d", "a file now")
+        case _:
+            work.branch.run("echo by the branch > f; rm -r d; echo new > d")
+    work.branch.write("other", "by the branch")
+
+    def edit() -> None:
+        (work.root / edited).parent.mkdir(exist_ok=True)
+        save(work.root / edited, "by a person")
+
+    at_the_moment(monkeypatch, "planned", edit)
+
+    with pytest.raises(MergeConflict):
+        work.branch.merge_into(work.fs)
+
+    assert (work.root / edited).read_text() == "by a person"
+    assert not (work.root / "other").exists()
+    names = {"f": "as it was", "d/x": "as it was", "d/y": "as it was"}
+    for name, text in names.items():
+        if name != edited:
+            assert (work.root / name).read_text() == text
+
+
+def test_what_is_saved_over_a_half_done_merge_stays_when_the_merge_is_undone(
+    work: Work, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(work.root / "a", "as it was")
+    put(work.root / "b", "as it was")
+    work.branch.begin_anew()
+    for name in ("a", "b", "new"):
+        work.branch.write(name, "by the branch")
+    done: list[str] = []
+    exchange = changes.exchange
+
+    def replaced(one: int, name: str, other: int, place: str) -> bool:
+        if place == "b" and not done:
+            done.append(place)
+            save_in_place(work.root / "a", "over the merge")
+            save_in_place(work.root / "b", "by a person")
+        return exchange(one, name, other, place)
+
+    monkeypatch.setattr(changes, "exchange", replaced)
+
+    with pytest.raises(MergeConflict):
+        work.branch.merge_into(work.fs)
+
+    assert (work.root / "a").read_text() == "over the merge"
+    assert (work.root / "b").read_text() == "by a person"
+    assert not (work.root / "new").exists()
+    assert "a was changed by someone else during the merge and is left unchanged" in caplog.text
+    (left,) = (work.fs.store / "left").iterdir()
+    assert left.read_text() == "as it was"

@@ -36,7 +36,7 @@ from weakincentives.filesystem.branch_log import (
     point_now,
     points_of,
 )
-from weakincentives.filesystem.changes import Changes
+from weakincentives.filesystem.changes import ChangedMeanwhile, Changes
 from weakincentives.filesystem.diffs import diff_text, file_changes
 from weakincentives.filesystem.disk import HostFilesystem, PrivateView
 from weakincentives.filesystem.entry import Entry
@@ -70,6 +70,8 @@ R = TypeVar("R")
 
 _KEPT = 1 << 20
 """Bytes; of a larger file the previous content is not kept, so that it cannot be text-merged."""
+_ATTEMPTS = 3
+"""How often a merge is planned, if others change the same files at that very moment."""
 _KEPT_BELOW = 1000
 """Files in a directory that is moved or removed whose content is kept; others are only noted."""
 
@@ -532,6 +534,7 @@ class Branch(PrivateView):
         def act(changes: Changes) -> tuple[str, ...]:
             plan = self.plan(Disk(changes.tree), strict=strict, prefer=prefer)
             plan.check()
+            changes.expected = plan.seen
             steps = [step for commit in self.info.commits for step in commit.steps]
             if plan.diverged or not self._can_repeat(steps, plan):
                 plan.apply(changes)
@@ -539,11 +542,20 @@ class Branch(PrivateView):
                 staging = Staging(self._staging.base, changes.store)
                 staging.state = State(self._staging.layer, tuple(steps))
                 staging.replay(changes, _never)
+            changes.check_displaced()
             return plan.paths
 
-        name = f"merge_{self.name}_{os.urandom(3).hex()}"
+        call = ToolCall("merge", {"branch": self.name}, f"merge_{self.name}_{os.urandom(3).hex()}")
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(ChangedMeanwhile):  # plan again, with what is there by now
+                return self._merged(files, act, call)
+        return self._merged(files, act, call)
+
+    def _merged(
+        self, files: HostFilesystem, act: Callable[[Changes], tuple[str, ...]], call: ToolCall
+    ) -> tuple[str, ...]:
         try:
-            return files.transact(act, ToolCall("merge", {"branch": self.name}, name))
+            return files.transact(act, call)
         except OSError as error:
             if isinstance(error, WinkError):
                 raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Unpack
 
 from weakincentives.call import ToolCall
-from weakincentives.errors import FilesystemError, SnapshotExpired
+from weakincentives.errors import FilesystemError, MergeConflict, SnapshotExpired
 from weakincentives.filesystem.entry import (
     Attributes,
     Entry,
@@ -37,6 +37,7 @@ from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.restore import Restore, move_out, open_for_writing, safe_name
 from weakincentives.filesystem.scratch import TEMPORARY, Scratch, Scratches
 from weakincentives.filesystem.store import Source, Store
+from weakincentives.filesystem.swap import Seen, put_back
 from weakincentives.filesystem.tree import (
     PRIVILEGES,
     Held,
@@ -46,6 +47,7 @@ from weakincentives.filesystem.tree import (
     inherit,
     mount_of,
     mounted_below,
+    rename_to_new,
     set_xattrs,
     status_at,
     sync,
@@ -71,6 +73,14 @@ them: so later edits by someone else do not hide what the call wrote."""
 
 COPIED_WHEN_MOVED = 8 << 20
 """Moved files up to this size are copied, so that rollback also undoes later edits."""
+
+
+class ChangedMeanwhile(MergeConflict):
+    """Someone changed a path between the plan of a merge and its change there."""
+
+    def __init__(self, parts: Parts) -> None:
+        path = join_path(parts)
+        super().__init__(f"Changed by someone else in the meantime: {shown(path)}", [path])
 
 
 class Changes:
@@ -108,6 +118,10 @@ class Changes:
         """Whether the last undo failed part-way because of a disk error."""
         self.partly: set[str] = set()
         """The calls that are undone in this transaction, but not at all their paths."""
+        self.expected: dict[Parts, Seen] | None = None
+        """What a merge expects to replace: where it does not, it raises ChangedMeanwhile."""
+        self._displaced: list[tuple[Parts, Tree, Parts, Seen]] = []
+        """What it has replaced, and where that is now."""
         self._arrived: dict[int, Parts] = {}
         """Paths of files that arrived from the store and have more hard links there."""
 
@@ -222,8 +236,12 @@ class Changes:
                 if record.away:
                     self._move_away(there, record)
             times = ()
-        with self._change(self._moved_record(here, origin, target, status, times)):
-            os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
+        moved = self._moved_record(here, origin, target, status, times)
+        if self.expected is not None:
+            self._move_expected(here, there, moved, self.expected)
+        else:
+            with self._change(moved):
+                os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
         if _is_directory(status):
             self._forget_below(origin)
         else:
@@ -246,6 +264,7 @@ class Changes:
             record = Record(op="was", path=parts, before=entry)
         with self._change(record):
             apply_entry(self.tree, parts, wanted)
+        self._expect_edited(parts)
 
     def found(self, record: Record) -> None:
         """Record that another program changed a path.
@@ -506,7 +525,10 @@ class Changes:
     def _save(self, scratch: Scratch, above: int, record: Record) -> None:
         """Save the original by a hard link; if the system refuses one, it has to be moved."""
         record.saved = self.store.fresh("k")
-        record.away = not linked(above, record.path[-1], scratch.fd, record.saved)
+        # A link would not hold what someone puts there before it is replaced.
+        record.away = self.expected is not None or not linked(
+            above, record.path[-1], scratch.fd, record.saved
+        )
 
     def _stage(
         self, scratch: Scratch, above: int, parts: Parts, status: os.stat_result | None, data: bytes
@@ -599,10 +621,14 @@ class Changes:
             )
             self._append(record)
             try:
-                scratch.put(staged, above, parts[-1])
+                if self.expected is None or not self._exchange_expected(
+                    above, scratch, staged, parts, Seen(after, digest)
+                ):
+                    scratch.put(staged, above, parts[-1])
             except BaseException:
                 self._drop_record(record)  # the rename failed: there is nothing to undo
                 raise
+            self._expect(parts, after)
             return after
         before = None if status is None else Entry.of(status)
         times = self._times(above, parts[:-1])
@@ -615,9 +641,111 @@ class Changes:
             with self._change(record):
                 if record.away:
                     self._move_away(above, record)
-                scratch.put(staged, above, parts[-1])
+                self._put_at(scratch, staged, above, parts)
         self._saved[parts] = record
+        self._expect(parts, after)
         return after
+
+    def _put_at(self, scratch: Scratch, staged: str, above: int, parts: Parts) -> None:
+        if self.expected is None:
+            scratch.put(staged, above, parts[-1])
+            return
+        try:
+            rename_to_new(scratch.fd, staged, above, parts[-1])
+        except FileExistsError as error:
+            raise ChangedMeanwhile(parts) from error
+
+    # What a merge expects
+
+    def _expect(self, parts: Parts, entry: Entry | None) -> None:
+        """Expect what was just put at a path: from now on it is ours."""
+        if self.expected is not None:
+            self.expected[parts] = Seen(entry, None if entry is None else entry.digest)
+
+    def _expect_edited(self, parts: Parts) -> None:
+        """Expect a file as it was just changed in place, under all its names."""
+        status = None if self.expected is None else self.tree.status(parts)
+        if self.expected is None or status is None:
+            return
+        entry = Entry.of(status)
+        for path, seen in self.expected.items():
+            if path == parts or (seen.node is not None and seen.node.file == entry.file):
+                self.expected[path] = Seen(entry)
+
+    def _check_displaced(self, parts: Parts, scratch: Scratch, name: str) -> None:
+        """Raise ChangedMeanwhile unless what was replaced is what a merge has seen there."""
+        if self.expected is None:
+            return
+        found = list(scratch.tree.walk(scratch.at(name)))
+        depth = len(scratch.at(name))
+        inside = {(*parts, *each[depth:]): each for each, _ in found}
+        inside.setdefault(parts, scratch.at(name))
+        for path, place in inside.items():
+            seen = self.expected.get(path)
+            if seen is None and path == parts:
+                continue  # not of the merge's own: it was not looked at
+            if seen is None or not seen.is_at(scratch.tree, place):
+                raise ChangedMeanwhile(path)
+            if seen.node is not None and seen.node.kind == "file" and seen.node.links == 1:
+                self._displaced.append((path, scratch.tree, place, seen))
+
+    def check_displaced(self) -> None:
+        """Raise ChangedMeanwhile if someone still writes to what a merge has replaced."""
+        for parts, tree, place, seen in self._displaced:
+            if tree.status(place) is not None and not seen.is_at(tree, place):
+                raise ChangedMeanwhile(parts)
+
+    def _exchange_expected(
+        self, above: int, scratch: Scratch, staged: str, parts: Parts, ours: Seen
+    ) -> bool:
+        """Swap a new file and what a merge has put there before; False if that is not possible."""
+        if not self.tree.exchanges.get(scratch.mount):
+            return False
+        if not exchange(scratch.fd, staged, above, parts[-1]):
+            return False
+        self._put_back_unexpected(above, scratch, staged, parts, ours)
+        return True
+
+    def _put_back_unexpected(
+        self, above: int, scratch: Scratch, name: str, parts: Parts, ours: Seen
+    ) -> None:
+        """Raise ChangedMeanwhile, and swap again, unless a merge has replaced what it has seen."""
+        try:
+            self._check_displaced(parts, scratch, name)
+        except ChangedMeanwhile:
+            if not put_back(scratch, name, above, parts[-1], ours):
+                place = self.store.left(parts)
+                move_out(scratch.tree, scratch.at(name), scratch.fd, place)
+                logger.error(
+                    "%s was changed more than once during a merge; an earlier version is in %s",
+                    shown(join_path(parts)),
+                    place,
+                )
+            raise
+
+    def _move_expected(
+        self, here: int, there: int, record: Record, expected: dict[Parts, Seen]
+    ) -> None:
+        """Move something to a free path, and back again if it is not what a merge has seen."""
+        assert record.origin is not None
+        origin, target = record.origin, record.path
+        seen = expected.get(origin)
+        self._append(record)
+        try:
+            rename_to_new(here, origin[-1], there, target[-1])
+        except BaseException as error:
+            self._drop_record(record)
+            if isinstance(error, FileExistsError):
+                raise ChangedMeanwhile(target) from error
+            raise
+        if seen is not None and not seen.is_at(self.tree, target):
+            rename_to_new(there, target[-1], here, origin[-1])
+            self._drop_record(record)
+            raise ChangedMeanwhile(origin)
+        depth = len(origin)
+        for parts in [each for each in expected if each[:depth] == origin]:
+            expected[(*target, *parts[depth:])] = expected[parts]
+            expected[parts] = Seen(None)
 
     def _exchanged(self, above: int, scratch: Scratch, staged: str, record: Record) -> bool:
         """Swap the new file and the original; False if the filesystem cannot.
@@ -633,6 +761,9 @@ class Changes:
         self._append(record)
         try:
             if exchange(scratch.fd, staged, above, record.path[-1]):
+                after = record.after
+                ours = Seen(after, None if after is None else after.digest)
+                self._put_back_unexpected(above, scratch, staged, record.path, ours)
                 return True
         except BaseException:
             self._drop_record(record)
@@ -658,8 +789,9 @@ class Changes:
 
     def _move_away(self, above: int, record: Record) -> None:
         """Move an original that could not be hard-linked."""
-        scratch = self.scratches.of(record.scratch)
-        os.rename(record.path[-1], record.saved or "", src_dir_fd=above, dst_dir_fd=scratch.fd)
+        scratch, name = self.scratches.of(record.scratch), record.saved or ""
+        os.rename(record.path[-1], name, src_dir_fd=above, dst_dir_fd=scratch.fd)
+        self._check_displaced(record.path, scratch, name)
 
     def _remove(self, above: int, parts: Parts, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
@@ -693,6 +825,8 @@ class Changes:
                 os.rmdir(parts[-1], dir_fd=above)
             else:
                 os.rename(parts[-1], saved, src_dir_fd=above, dst_dir_fd=scratch.fd)
+                self._check_displaced(parts, scratch, saved)
+        self._expect(parts, None)
         self._forget_below(parts)
 
     def _remove_piecewise(self, top: Parts) -> None:
@@ -717,10 +851,9 @@ class Changes:
     ) -> None:
         """Change a hard-linked file in place, so that its other names show the change."""
         entry = capture(self.tree, parts) or Entry.of(status)
-        with (
-            self._change(self._edit_record(above, parts, entry, digest)),
-            Held(open_for_writing(above, parts[-1])) as fd,
-        ):
+        record = self._edit_record(above, parts, entry, digest)
+        self._check_unchanged(parts)
+        with self._change(record), Held(open_for_writing(above, parts[-1])) as fd:
             _overwrite(fd, data)
             mode = stat.S_IMODE(status.st_mode)
             if mode != without_privileges(mode):
@@ -728,6 +861,13 @@ class Changes:
                     os.fchmod(fd, without_privileges(mode))
             if self.store.safe:
                 os.fsync(fd)
+        self._expect_edited(parts)
+
+    def _check_unchanged(self, parts: Parts) -> None:
+        """Raise ChangedMeanwhile unless a path has what a merge has seen there."""
+        seen = None if self.expected is None else self.expected.get(parts)
+        if seen is not None and not seen.is_at(self.tree, parts):
+            raise ChangedMeanwhile(parts)
 
     def _edit_record(
         self, above: int, parts: Parts, entry: Entry, digest: str | None = None
@@ -872,7 +1012,12 @@ class Changes:
         """Undo all but the first ``index`` records, newest first."""
         if restore is None:
             restore = Restore(
-                self.tree, self.store, self.scratches, self.has_programs, tolerant=tolerant
+                self.tree,
+                self.store,
+                self.scratches,
+                self.has_programs,
+                tolerant=tolerant,
+                spares_edits=self.expected is not None,
             )
         self._forget()
         self._safe_until = min(self._safe_until, index)

@@ -698,15 +698,22 @@ class HostFilesystem(OnDisk):
         with self._turn(), workspace.lock, self._lock:
             self.check_writable(call.name)
 
+            used: list[Changes] = []
+
             def act_and_check() -> R:
                 changes = self._open_changes
+                used.append(changes)
                 count = len(changes.records)
                 result = act(changes)
                 # As a whole: what is put there was checked under the rules of a branch, if at all.
                 workspace.check_found(changes.records[count:])
                 return result
 
-            return self._atomically(act_and_check, call_under_way() or call)
+            try:
+                return self._atomically(act_and_check, call_under_way() or call)
+            finally:
+                for each in used:  # only now: a rollback spares what others do meanwhile
+                    each.expected = None
 
     def branch(self, name: str = "", **options: Any) -> Branch:
         """Make a branch of this directory: see :class:`~weakincentives.filesystem.Branch`."""

@@ -23,6 +23,7 @@ from weakincentives.filesystem.layers import Forward, Look, Node, node_at, walk,
 from weakincentives.filesystem.paths import Parts, join_path, outermost, shown
 from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
+from weakincentives.filesystem.swap import Seen
 from weakincentives.filesystem.tree import write_all
 from weakincentives.programs import SYSTEM_PATH, find_program
 
@@ -32,6 +33,8 @@ Prefer = Literal["branch", "workspace"]
 _MOST_TEXT = 4 << 20
 """Bytes; a larger file is never merged line by line."""
 _PATIENCE = 30.0
+_TICK_NS = 2_000_000_000
+"""Within this, two changes of a file may have the same time on some filesystems."""
 
 
 class _Side:
@@ -45,6 +48,8 @@ class _Side:
         """None if the content is not known."""
         self._parts = parts
         self._data = data
+        self.is_fresh = False
+        """Whether it was changed when it was looked at: then its status proves nothing."""
 
     @property
     def kind(self) -> str | None:
@@ -92,7 +97,8 @@ class _Side:
         if self.kind not in ("file", "link"):
             return True
         known = self.node.ctime_ns and self.node.ino == other.node.ino
-        if known and self.node.ctime_ns == other.node.ctime_ns:
+        is_fresh = self.is_fresh or other.is_fresh
+        if known and self.node.ctime_ns == other.node.ctime_ns and not is_fresh:
             return True
         if self.kind == "file" and self.node.size != other.node.size:
             return False
@@ -152,6 +158,9 @@ class Merge:
     """Why a path cannot be merged; with a preference, where it decides."""
     diverged: bool = False
     """Whether the directory has changed at paths that the branch changed."""
+    seen: dict[Parts, Seen] = field(default_factory=dict[Parts, Seen])
+    """What was in the directory where the merge may replace something."""
+    _planned_ns: int = 0
     _theirs: list[Parts] = field(default_factory=list[Parts])
     """Where the directory's version is taken."""
     _removed: set[Parts] = field(default_factory=set[Parts])
@@ -164,6 +173,7 @@ class Merge:
 
     def plan(self, paths: Iterable[Parts], reads: Iterable[Parts] = ()) -> Merge:
         """Decide about each path that the branch changed, and check those that it read."""
+        self._planned_ns = int(SYSTEM_CLOCK.time() * 1e9)
         known = set(paths)
         for parts in sorted(known):
             self._decide(parts)
@@ -203,7 +213,11 @@ class Merge:
         elif entry is not None and entry.digest is not None:
             with contextlib.suppress(OSError):
                 data = self.objects.read(entry.digest)
-        return _Side(entry, None, parts, data)
+        side = _Side(entry, None, parts, data)
+        # The branch has looked at it since it began, not before.
+        is_late = entry is not None and entry.ctime_ns > self.since_ns - _TICK_NS
+        side.is_fresh = data is not None and is_late
+        return side
 
     def conflicting_changes(self) -> tuple[list[FileChange], list[FileChange]]:
         """Return what the branch and what others have changed at the conflicting paths."""
@@ -213,6 +227,7 @@ class Merge:
     def _decide(self, parts: Parts) -> None:
         before = self._before(parts)
         ours, theirs = self._side(self.ours, parts), self._side(self.theirs, parts)
+        self._see(parts, theirs)
         is_changed = not theirs.is_like(before)
         self.diverged = self.diverged or is_changed
         if ours.is_like(before):
@@ -228,6 +243,16 @@ class Merge:
             self._merge_files(parts, before, ours, theirs)
         else:
             self._conflict(parts, _difference(before, ours, theirs), ours, theirs)
+
+    def _see(self, parts: Parts, theirs: _Side) -> None:
+        """Note what is at a path now; the content, too, if it may change without another time."""
+        node, digest = theirs.node, None
+        if node is not None and node.kind == "file":
+            changed = max(node.mtime_ns, node.ctime_ns)
+            if abs(self._planned_ns - changed) < _TICK_NS:
+                with contextlib.suppress(OSError):
+                    digest = hashlib.sha256(theirs.data).hexdigest()
+        self.seen[parts] = Seen(node, digest)
 
     def _conflict(self, parts: Parts, why: str, ours: _Side, theirs: _Side) -> None:
         self.conflicts[parts] = why
@@ -274,7 +299,8 @@ class Merge:
         """Find what others added where the branch has no directory any more."""
         tops = {put.parts for put in self._put.values() if put.node.kind != "directory"}
         for parts in outermost(tops | self._removed):
-            for inner, _ in walk(self.theirs, [parts]):
+            for inner, node in walk(self.theirs, [parts]):
+                self.seen.setdefault(inner, Seen(node))
                 if inner not in self._removed and inner not in self._put:
                     self.conflicts[inner] = "was added in a directory that the branch removes"
 
@@ -286,6 +312,7 @@ class Merge:
                 above = parts[:depth]
                 if above not in checked:
                     node = node_at(self.theirs, above)
+                    self.seen.setdefault(above, Seen(node))
                     is_free = node is None or node.kind == "directory" or above in self._removed
                     checked[above] = is_free or above in self._put
                 if not checked[above]:

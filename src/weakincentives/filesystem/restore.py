@@ -30,7 +30,15 @@ from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.scratch import Scratch, Scratches, set_time
 from weakincentives.filesystem.store import DAMAGED, Source, Store, read_exactly
-from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of, status_at
+from weakincentives.filesystem.swap import Seen, put_back
+from weakincentives.filesystem.tree import (
+    CHUNK,
+    Held,
+    Tree,
+    chmod_at,
+    mount_of,
+    status_at,
+)
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -58,6 +66,8 @@ class Restore:
     """The process was killed, and others may have changed files since."""
     tolerant: bool = False
     """The newest change may not have been made."""
+    spares_edits: bool = False
+    """Set aside what others put at a path during the transaction: not all of it is the call's."""
     ours: dict[Parts, set[Entry | None]] = field(default_factory=dict[Parts, "set[Entry | None]"])
     """When recovering: the entries each path had before or was given by us."""
     sentences: list[str] = field(default_factory=list[str])
@@ -154,6 +164,8 @@ class Restore:
             self._clear_aside(above, parts)
         if self._was_not_made(above, parts, record, scratch):
             return
+        if self.spares_edits and self._return_unless_edited(above, record, scratch):
+            return
         try:
             try:
                 scratch.put(saved, above, parts[-1])
@@ -226,6 +238,8 @@ class Restore:
             return
         if self.recovering and self.programs:
             self._clear_aside(above, parts)
+        elif self.spares_edits and _is_changed_file(record, self.tree):
+            self._leave_edit(record)
         elif record.after is not None and record.after.ino == status.st_ino:
             self.tree.remove_all(parts)
         elif record.op == "moved" or not self._spares:
@@ -242,6 +256,36 @@ class Restore:
                     f"{shown(join_path(parts))} is left in place, because it holds other files:"
                     f" {self._names_in(parts)}"
                 )
+
+    def _return_unless_edited(self, above: int, record: Record, scratch: Scratch) -> bool:
+        """Swap the saved original and what we put there; False if nothing can be swapped.
+
+        What someone has changed there since stays, and the original is set aside.
+        """
+        name, saved, original = (
+            record.path[-1],
+            record.saved or "",
+            scratch.status(record.saved or ""),
+        )
+        there = status_at(above, name)
+        if original is None or there is None or record.op != "was":
+            return False
+        if record.after is None or _is_changed_file(record, self.tree):
+            self._leave_edit(record)
+            return True
+        if not self.tree.exchanges.get(scratch.mount):
+            return False
+        if not put_back(scratch, saved, above, name, Seen(record.after, record.after.digest)):
+            self._leave_edit(record)
+        else:
+            scratch.remove(saved)
+        return True
+
+    def _leave_edit(self, record: Record) -> None:
+        self.sentences.append(
+            f"{shown(join_path(record.path))} was changed by someone else during the merge and is"
+            f" left unchanged{self._set_aside(record)}"
+        )
 
     def _clear_aside(self, above: int, parts: Parts) -> None:
         """Clear a path; set aside what may not be the call's."""
@@ -490,6 +534,14 @@ class Restore:
             move_out(scratch.tree, scratch.at(name), scratch.fd, place)
             return f"; the previous version is in {place}"
         return ""
+
+
+def _is_changed_file(record: Record, tree: Tree) -> bool:
+    """Tell whether someone has changed a file since we put it there."""
+    after = record.after
+    if after is None or after.kind != "file" or not after.ino:
+        return False
+    return not Seen(after, after.digest).is_at(tree, record.path)
 
 
 def safe_name(name: str) -> str:

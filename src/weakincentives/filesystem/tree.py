@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import stat
 import struct
 import threading
@@ -717,6 +718,42 @@ def exchange(one: int, name: str, other: int, place: str) -> bool:
             return False
         raise error
     return True
+
+
+def is_being_written(fd: int) -> bool:
+    """Tell whether anyone has a file open for writing; False where the system does not say.
+
+    A program that has found the file by its name may still be about to change it, though it has
+    another name by now.
+    """
+    import fcntl
+
+    lease = getattr(fcntl, "F_SETLEASE", None)
+    if lease is None:
+        return False
+    try:
+        # Should it be opened right now, we would get a signal: one that is ignored.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, lease, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    fcntl.fcntl(fd, lease, fcntl.F_UNLCK)
+    return False
+
+
+def rename_to_new(one: int, name: str, other: int, place: str) -> None:
+    """Rename to a name that must not exist; raises FileExistsError, where the system can."""
+    renameat2 = _libc("renameat2", "ibibu")
+    no_replace = 1  # RENAME_NOREPLACE
+    if renameat2 is not None:
+        if not renameat2(one, os.fsencode(name), other, os.fsencode(place), no_replace):
+            return
+        error = _last_error(place)
+        if error.errno not in _CANNOT_EXCHANGE:
+            raise error
+    if status_at(other, place) is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), place)
+    os.rename(name, place, src_dir_fd=one, dst_dir_fd=other)
 
 
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EXDEV)
