@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,84 @@ def test_what_another_process_changes_meanwhile_is_said_and_not_committed(projec
     assert "another process changed ./, a.txt while sh ran: that is not recorded" in said
     assert "no files changed" in said
     assert [changed(call) for call in calls(project)] == [[]]
+
+
+class Responses(BaseHTTPRequestHandler):
+    """Speaks the Responses API with streaming: one command for the shell, then the end."""
+
+    protocol_version = "HTTP/1.1"
+    script = ""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as it is inherited
+        pass
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        item: dict[str, Any] = {"type": "message", "id": "m1", "role": "assistant"}
+        item["content"] = [{"type": "output_text", "text": "Done."}]
+        script, type(self).script = self.script, ""
+        if script:
+            arguments = json.dumps({"cmd": script})
+            item = {"type": "function_call", "id": "f1", "call_id": "c1", "arguments": arguments}
+            item["name"] = "exec_command"
+        usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {"id": "r1"}},
+            {"type": "response.output_item.done", "item": item},
+            {"type": "response.completed", "response": {"id": "r1", "usage": usage}},
+        ]
+        text = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_real_codex_is_one_call_however_it_ends(
+    project: Path, tmp_path: Path, is_interrupted: bool
+):
+    if shutil.which("codex") is None:
+        pytest.skip("there is no codex: npm install @openai/codex")
+    (project / "src").mkdir()
+    (project / "src" / "a.py").write_text("a\n")
+    began = tmp_path / "began"
+    os.mkfifo(began)
+    Responses.script = "rm -r src; echo new > new.txt"
+    if is_interrupted:
+        Responses.script += f"; echo > {began}; sleep 30"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Responses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        'model = "gpt-5.5"\nmodel_provider = "loop"\n[model_providers.loop]\nname = "loop"\n'
+        f'base_url = "http://127.0.0.1:{server.server_address[1]}/v1"\nwire_api = "responses"\n'
+        "requires_openai_auth = false\n"
+    )
+    argv = ["codex", "exec", "--skip-git-repo-check"]
+    argv += ["--dangerously-bypass-approvals-and-sandbox", "go"]
+    env = {"CODEX_HOME": str(home)}
+    with Terminal([*WINK, "exec", "--", *argv], cwd=project, env=env) as terminal:
+        if is_interrupted:
+            began.read_bytes()
+            assert sorted(os.listdir(project)) == [
+                "a.txt",
+                "src",
+            ]  # nothing before the commit: it works inside
+            terminal.interrupt()
+        code = terminal.end()
+    server.shutdown()
+    server.server_close()
+
+    assert (code != 0) == is_interrupted, terminal.text
+    [call] = calls(project)
+    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"])
+    assert wink("undo", cwd=project).returncode == 0
+    assert sorted(os.listdir(project)) == ["a.txt", "src"]
+    assert (project / "src" / "a.py").read_text() == "a\n"
 
 
 # What a rollback drops
