@@ -312,6 +312,28 @@ def test_what_a_call_commits_while_a_tool_runs_is_recorded_once(
     assert not (project / "made.txt").exists()
 
 
+def test_a_call_that_looks_for_changes_itself_loses_none_of_a_tool_that_runs(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", command="make")
+    (project / "a.txt").write_text("by make\n")
+    with HostFilesystem(project, shared=True) as files, files.gate:
+        view = files.fork_in_place()
+        view.call = ToolCall("other", {}, "beside")
+        view.expect_external()
+        (project / "ours.txt").write_text("ours\n")
+        files.merge(view)
+    (project / "later.txt").write_text("by make\n")
+    claude.after("u1", "Bash", command="make")
+
+    with HostFilesystem(project) as files:
+        found = [(call.tool, call.paths) for call in files.history()]
+        first = files.history()[0]
+        assert found == [("", ("a.txt",)), ("other", ("ours.txt",)), ("bash", ("later.txt",))]
+        files.undo(first)
+    assert (project / "a.txt").read_text() == "one\n"
+
+
 def test_what_a_tool_had_changed_before_wink_did_can_still_be_undone(claude: Claude, project: Path):
     claude.before("u1", "Bash", command="make")
     (project / "a.txt").write_text("by make\n")

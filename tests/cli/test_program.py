@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +145,12 @@ def test_sigterm_ends_the_program_and_rolls_it_back(project: Path, options: tupl
 
     assert (project / "a.txt").read_text() == "one\n"
     assert [call["outcome"] for call in calls(project)] == ["rolled back"]
+    if not options:
+        [name] = [
+            line.split()[0] for line in wink("branch", "list", cwd=project).stdout.splitlines()
+        ][1:]
+        assert wink("branch", "merge", name, cwd=project).returncode == 0
+        assert (project / "a.txt").read_text() == "one\ntwo\n"
 
 
 @pytest.mark.parametrize("engine", ["overlay", "scan"])
@@ -179,6 +188,232 @@ def test_a_user_without_rights_gets_the_same(ordinary_user: OrdinaryUser, option
         assert (project / "b.txt").read_text() == "typed"
         assert run("rm b.txt; exit 3").returncode == 3
         assert (project / "b.txt").read_text() == "typed"
+
+
+# Coding agents
+
+
+def program(place: Path, name: str, script: str) -> Path:
+    """Make a program that is called like a coding agent."""
+    place.mkdir(exist_ok=True)
+    made = place / name
+    made.write_text(f"#!/bin/sh\n{script}\n")
+    made.chmod(0o755)
+    return made
+
+
+@pytest.mark.parametrize("options", [(), ("--checkpoint", "1000")])
+def test_an_agent_is_committed_whatever_its_exit_code(
+    project: Path, tmp_path: Path, options: tuple[str, ...]
+):
+    agent = program(tmp_path / "bin", "codex", "echo two >> a.txt; rm -f b.txt; exit 130")
+
+    done = wink("exec", *options, "--", str(agent), cwd=project)
+
+    assert done.returncode == 130
+    assert "committed (codex exited with code 130): a.txt" in done.stderr
+    assert [call["outcome"] for call in calls(project)] == ["committed"]
+    assert wink("undo", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\n"
+
+
+@pytest.mark.parametrize("command", ["npx -y @openai/codex@latest x", "env A=1 codex x"])
+def test_an_agent_is_known_behind_what_starts_it(project: Path, tmp_path: Path, command: str):
+    for name in ("npx", "codex"):
+        program(tmp_path / "bin", name, "echo two >> a.txt; exit 3")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    done = wink("exec", "--", *command.split(), cwd=project, env={"PATH": path})
+
+    assert done.returncode == 3
+    assert "committed" in done.stderr
+
+
+def test_an_agent_with_a_daemon_is_told_to_work_without(project: Path, tmp_path: Path):
+    help_text = 'case "$*" in *--help*) echo "  --no-daemon"; exit;; esac'
+    given = 'printf "%s|" "$@" > "given-$(basename "$0")"; echo $CLINE_SESSION_BACKEND_MODE'
+    for name in ("codex", "cline"):
+        agent = program(tmp_path / "bin", name, f"{help_text}\n{given} >> given-{name}")
+        assert wink("exec", "--", str(agent), "resume", "--last", cwd=project).returncode == 0
+    agent = program(tmp_path / "old", "codex", given)
+    (project / "given-codex").rename(project / "given-new")
+    assert wink("exec", "--", str(agent), "x", cwd=project).returncode == 0
+
+    assert (project / "given-new").read_text() == "--no-daemon|resume|--last|\n"
+    assert (project / "given-cline").read_text() == "resume|--last|local\n"
+    assert (project / "given-codex").read_text() == "x|"
+
+
+@pytest.mark.parametrize("words", ["claude --bg x", "claude x --background", "cline -z x"])
+def test_an_agent_that_is_told_to_work_in_a_daemon_is_refused(
+    project: Path, tmp_path: Path, words: str
+):
+    for name in ("claude", "cline"):
+        program(tmp_path / "bin", name, "echo two >> a.txt")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    done = wink("exec", "--", *words.split(), cwd=project, env={"PATH": path})
+
+    assert (done.returncode, "daemon" in done.stderr) == (2, True)
+    assert (project / "a.txt").read_text() == "one\n"
+
+
+def test_what_another_process_changes_meanwhile_is_said_and_not_committed(project: Path):
+    (project / "src").mkdir()
+    (project / "src" / "b.txt").write_text("b\n")
+    script = "echo ready; read _"
+    with Terminal([*WINK, "exec", "--", "sh", "-c", script], cwd=project) as terminal:
+        terminal.wait_for("ready")
+        (project / "a.txt").write_text("by a daemon\n")
+        shutil.rmtree(project / "src")
+        terminal.send("\n")
+        assert terminal.end() == 0
+        said = " ".join(terminal.text.split())
+
+    assert "another process changed ./, a.txt while sh ran: that is not recorded" in said
+    assert "no files changed" in said
+    assert [changed(call) for call in calls(project)] == [[]]
+
+
+class Responses(BaseHTTPRequestHandler):
+    """Speaks the Responses API with streaming: one command for the shell, then the end."""
+
+    protocol_version = "HTTP/1.1"
+    script = ""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as it is inherited
+        pass
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        item: dict[str, Any] = {"type": "message", "id": "m1", "role": "assistant"}
+        item["content"] = [{"type": "output_text", "text": "Done."}]
+        script, type(self).script = self.script, ""
+        if script:
+            arguments = json.dumps({"cmd": script})
+            item = {"type": "function_call", "id": "f1", "call_id": "c1", "arguments": arguments}
+            item["name"] = "exec_command"
+        usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {"id": "r1"}},
+            {"type": "response.output_item.done", "item": item},
+            {"type": "response.completed", "response": {"id": "r1", "usage": usage}},
+        ]
+        text = "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events).encode()
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_the_real_codex_is_one_call_however_it_ends(
+    project: Path, tmp_path: Path, is_interrupted: bool
+):
+    if shutil.which("codex") is None:
+        pytest.skip("there is no codex: npm install @openai/codex")
+    (project / "src").mkdir()
+    (project / "src" / "a.py").write_text("a\n")
+    began = tmp_path / "began"
+    os.mkfifo(began)
+    Responses.script = "rm -r src; echo new > new.txt"
+    if is_interrupted:
+        Responses.script += f"; echo > {began}; sleep 30"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Responses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        'model = "gpt-5.5"\nmodel_provider = "loop"\n[model_providers.loop]\nname = "loop"\n'
+        f'base_url = "http://127.0.0.1:{server.server_address[1]}/v1"\nwire_api = "responses"\n'
+        "requires_openai_auth = false\n"
+    )
+    argv = ["codex", "exec", "--skip-git-repo-check"]
+    argv += ["--dangerously-bypass-approvals-and-sandbox", "go"]
+    env = {"CODEX_HOME": str(home)}
+    with Terminal([*WINK, "exec", "--", *argv], cwd=project, env=env) as terminal:
+        if is_interrupted:
+            began.read_bytes()
+            assert sorted(os.listdir(project)) == [
+                "a.txt",
+                "src",
+            ]  # nothing before the commit: it works inside
+            terminal.interrupt()
+        code = terminal.end()
+    server.shutdown()
+    server.server_close()
+
+    assert (code != 0) == is_interrupted, terminal.text
+    [call] = calls(project)
+    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"])
+    assert wink("undo", cwd=project).returncode == 0
+    assert sorted(os.listdir(project)) == ["a.txt", "src"]
+    assert (project / "src" / "a.py").read_text() == "a\n"
+
+
+# What a rollback drops
+
+
+@pytest.mark.parametrize("engine", ["overlay", "scan", "checkpoint"])
+def test_what_a_failed_program_changed_can_be_brought_back(project: Path, engine: str):
+    (project / "old").mkdir()
+    (project / "old" / "b.txt").write_text("b\n")
+    start = [sys.executable, "-c", "from weakincentives.cli.entry import main; main()"]
+    if engine == "scan":
+        start[2] = (
+            "from weakincentives.filesystem import commands\n"
+            f"commands.find_way = lambda *_: 'none here'\n{start[2]}"
+        )
+    options = ["--checkpoint", "1000"] if engine == "checkpoint" else []
+    script = (
+        "echo two >> a.txt; rm -r old; mkdir -p new/deep; echo c > new/deep/c;"
+        " chmod 755 new/deep/c; ln -s a.txt link; exit 7"
+    )
+    done = subprocess.run(
+        [*start, "exec", *options, "--", "sh", "-c", script],
+        cwd=project, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 7
+    assert sorted(os.listdir(project)) == ["a.txt", "old"]
+    assert (project / "a.txt").read_text() == "one\n"
+    command = done.stderr.partition("to bring it back: wink ")[2].split()
+    assert wink(*command, cwd=project).returncode == 0
+    assert sorted(os.listdir(project)) == ["a.txt", "link", "new"]
+    assert (project / "a.txt").read_text() == "one\ntwo\n"
+    assert (project / "new" / "deep" / "c").stat().st_mode & 0o777 == 0o755
+    assert os.readlink(project / "link") == "a.txt"
+
+
+def test_what_a_person_did_not_commit_can_be_brought_back(project: Path):
+    argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
+    with Terminal(argv, cwd=project) as terminal:
+        terminal.wait_for("[c/r]?")
+        terminal.send("r\n")
+        assert terminal.end() == 1
+        said = " ".join(terminal.text.split())
+
+    assert (project / "a.txt").read_text() == "one\n"
+    name = said.partition("wink branch merge ")[2].split()[0]
+    assert wink("branch", "merge", name, cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\ntwo\n"
+
+
+def test_a_failed_program_that_changed_nothing_leaves_no_branch(project: Path):
+    done = sh(project, "exit 7")
+
+    assert "bring it back" not in done.stderr
+    assert "no branches" in wink("branch", "list", cwd=project).stderr
+
+
+@pytest.mark.heavy
+def test_only_the_last_rolled_back_programs_are_kept(project: Path):
+    for number in range(12):
+        assert sh(project, f"echo {number} > a.txt; exit 1").returncode == 1
+
+    assert len(wink("branch", "list", cwd=project).stdout.splitlines()) == 1 + 10
 
 
 # Asking, and terminals

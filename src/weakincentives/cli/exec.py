@@ -17,14 +17,15 @@ import typer
 from weakincentives.cli.common import INSIDE, Misuse, examples, open_workspace, say, shortened
 from weakincentives.cli.options import Policy, Workspace
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import CommandFailed
+from weakincentives.errors import CommandFailed, WinkError
 from weakincentives.state import WITHHELD
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
+    from weakincentives.cli.coding_agents import CodingAgent
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.commands import CommandResult
-    from weakincentives.filesystem.overlay import Started
+    from weakincentives.filesystem.overlay import Started, Step
     from weakincentives.prompt import ToolContext
     from weakincentives.prompt.approval import Approval, ApprovalRequest
     from weakincentives.runtime import SavedSession
@@ -34,17 +35,22 @@ QUIET = 1.0
 """Seconds without a change that make a moment quiet."""
 _LOOK = 0.25
 """Seconds between looks for changes."""
+_ASKED = 60.0
+"""Seconds that a program may take to show its help."""
 _MOST_FILES = 5
+_MOST_KEPT = 10
+"""How many such branches there are."""
 
 
 @examples(
     "wink exec -- make release              # committed if it exits with 0, else rolled back",
     "wink exec --ask -- vim notes.txt       # shows the diff, then asks",
-    "wink exec -w ~/project -- claude       # another vendor's agent",
+    "wink exec -w ~/project -- claude       # a coding agent: committed however it ends",
     "wink exec --checkpoint 60 -- npm run watch",
     more="The program has your terminal, and can do whatever you can: this is not a sandbox. What "
-    "it does outside the directory is not rolled back. The exit code is the program's; 1 if its "
-    'changes were refused. In the documentation: "Any program as a transaction".',
+    "it does outside the directory is not rolled back. What a rollback drops is kept on a branch. "
+    "The exit code is the program's; 1 if its changes were refused. "
+    'In the documentation: "Any program as a transaction".',
 )
 def exec_program(
     command: Annotated[
@@ -73,6 +79,7 @@ def exec_program(
     policy: Policy = None,
 ) -> int:
     """Run any program as one transaction: committed if it succeeds, rolled back if it fails."""
+    from weakincentives.cli.coding_agents import agent_in, check_is_inside
     from weakincentives.cli.config import load_settings
     from weakincentives.runtime.calls import begin_run
 
@@ -85,16 +92,21 @@ def exec_program(
     settings = load_settings(workspace, suites=[], sections=[], policy=policy)
     words = [os.fsencode(word).decode(errors="backslashreplace") for word in command]
     about = {"kind": "exec", "title": title or shlex.join(words)}
+    agent = agent_in(command)
+    if agent is not None:
+        check_is_inside(command, *agent)
     # With checkpoints the program works on while one is committed, so others are locked out.
     alone, rules = checkpoint is not None, settings.policy.unprotect
     with open_workspace(settings.workspace, unprotected=rules, alone=alone) as files:
         say(*files.recovered)
         with begin_run(files.store, about) as run, ExitStack() as at_end, _Signals() as signals:
             program = _Program(command, files, signals, at_end, asks, checkpoint)
+            program.agent = agent
+            program.branch = f"exec-{run.mark}"
             try:
                 return _run(program, settings, run, words)
             except KeyboardInterrupt:
-                say("stopped: its changes are rolled back")
+                say(f"stopped: its changes are rolled back{program.how_to_restore}")
                 return 128 + (signals.stopped_by or signal.SIGINT)
 
 
@@ -120,27 +132,38 @@ def _run(program: _Program, settings: Any, run: SavedSession, words: list[str]) 
             result = execute_tool(
                 ToolCall("exec", {"command": words}), session=run.session, prompt=workbench.prompt
             )
+            program.keep_copies()
             _tell(program, result, f"{run.mark}/{number}", is_first=number == 1)
             if not result.success:
                 return program.code or 1
             if program.has_ended:
-                return 0
+                return program.code
 
 
 def _tell(program: _Program, result: ToolResult[Any], name: str, *, is_first: bool) -> None:
     """Say how a call ended."""
+    if program.others:
+        say(
+            f"another process changed {_named(program.others)} while {program.name} ran: that is"
+            " not recorded, and `wink undo` does not undo it"
+        )
     if not result.success:
         until = "" if is_first else "; the checkpoints before it stay, and `wink undo` undoes them"
-        say(f"{name} rolled back: {result.message}{until}")
+        say(f"{name} rolled back: {result.message}{until}{program.how_to_restore}")
         return
+    code = f" ({program.name} exited with code {program.code})" if program.code else ""
     paths = program.changed
     if not paths:
-        say("no files changed" if program.has_ended and is_first else "nothing more changed")
+        text = "no files changed" if program.has_ended and is_first else "nothing more changed"
+        say(f"{text}{code}")
         return
-    named = ", ".join(map(harmless, paths[:_MOST_FILES]))
-    more = f" and {len(paths) - _MOST_FILES} more" if len(paths) > _MOST_FILES else ""
     what = "committed" if program.has_ended else "checkpoint"
-    say(f"{name} {what}: {named}{more}; to undo it: wink undo {name}")
+    say(f"{name} {what}{code}: {_named(paths)}; to undo it: wink undo {name}")
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _MOST_FILES} more" if len(paths) > _MOST_FILES else ""
+    return ", ".join(map(harmless, paths[:_MOST_FILES])) + more
 
 
 def _approved(request: ApprovalRequest) -> Approval:
@@ -169,6 +192,15 @@ class _Program:
         self.has_ended = False
         self.changed: tuple[str, ...] = ()
         """What the last call changed."""
+        self.others: tuple[str, ...] = ()
+        """What other processes have changed in the directory meanwhile."""
+        self.name = shortened(os.path.basename(command[0]), 40)
+        self.agent: tuple[int, CodingAgent] | None = None
+        """Where a coding agent is in the command: it is committed whatever its exit code."""
+        self.branch = ""
+        """Where changes are kept that are rolled back."""
+        self.how_to_restore = ""
+        self._copies: Sequence[Step] = ()
         self._command = command
         self._signals = signals
         self._at_end = at_end
@@ -187,15 +219,27 @@ class _Program:
 
         files = cast("HostFilesystem", context.filesystem)
         self.has_ended = True
+        self._keep_inside(files)
         try:
             with self._signals.left_to_program(), _terminal_kept():
-                files.run(
-                    self._command, cwd=self._directory, env=self._env, check=True, attached=True
+                result = files.run(
+                    self._command,
+                    cwd=self._directory,
+                    env=self._env,
+                    check=self.agent is None,
+                    attached=True,
+                    salvage=self._keep,
                 )
         except CommandFailed as error:
-            return self._failed(cast("CommandResult", error.result).returncode)
+            result = cast("CommandResult", error.result)
+        self.code, self.others = result.returncode, result.others
+        if not result.kept:
+            if result.engine == "scan":
+                self._copies = self._at_end.enter_context(files.copied_changes())
+            return self._failed(result.returncode)
         self.changed = files.changed_here()
         if self._asks and self.changed and not self._person_commits(files):
+            self._copies = self._at_end.enter_context(files.copied_changes())
             return ToolResult.error("you did not commit it")
         return ToolResult.ok()
 
@@ -205,6 +249,7 @@ class _Program:
 
         files = cast("HostFilesystem", context.filesystem)
         if self._started is None:
+            self._keep_inside(files)
             self._at_end.enter_context(_terminal_kept())
             starting = files.program(self._command, cwd=self._directory, env=self._env)
             self._started = self._at_end.enter_context(starting)
@@ -216,10 +261,29 @@ class _Program:
             raise
         code = self._started.returncode
         self.has_ended = code is not None
-        if code:
-            return self._failed(code if code > 0 else 128 - code)
+        self.code = 0 if code is None else code if code >= 0 else 128 - code
+        if self.code and self.agent is None:
+            self._copies = self._at_end.enter_context(files.copied_changes())
+            return self._failed(self.code)
         self.changed = files.changed_here()
         return ToolResult.ok()
+
+    def _keep_inside(self, files: HostFilesystem) -> None:
+        """Have a coding agent work in its own process, not in a daemon."""
+        if self.agent is None:
+            return
+        place, agent = self.agent
+        self._env |= agent.environment
+        if not agent.option or agent.option in self._command:
+            return
+        head, rest = self._command[: place + 1], self._command[place + 1 :]
+        view = files.fork_in_place()  # whatever it does now is dropped
+        try:
+            asked = view.run([*head, "--help"], env=self._env, timeout=_ASKED)
+        finally:
+            files.discard(view)
+        if agent.option in asked.stdout:
+            self._command = [*head, agent.option, *rest]
 
     def _wait(self, files: HostFilesystem, started: Started) -> None:
         assert self.seconds is not None
@@ -239,8 +303,28 @@ class _Program:
         from weakincentives.tool_result import ToolResult
 
         self.code = code
-        name = shortened(os.path.basename(self._command[0]), 40)
-        return ToolResult.error(f"{name} exited with code {code}")
+        return ToolResult.error(f"{self.name} exited with code {code}")
+
+    def keep_copies(self) -> None:
+        """Keep the changes of a call that was rolled back, unless that has been done."""
+        if self._copies:
+            self._keep(self._copies)
+            self._copies = ()
+
+    def _keep(self, steps: Sequence[Step]) -> None:
+        """Keep changes that are rolled back on a branch; the program's failure is what counts."""
+        from weakincentives.call import ToolCall
+        from weakincentives.runtime.calls import ROLLED_BACK
+
+        about = {ROLLED_BACK: SYSTEM_CLOCK.time()}
+        try:
+            _drop_old(self.files)
+            with self.files.branch(self.branch, about=about) as branch:
+                branch.take(steps, ToolCall("exec", {"command": self._command}, self.branch))
+        except (WinkError, OSError) as error:
+            self.how_to_restore = f"; it could not be kept: {error}"
+            return
+        self.how_to_restore = f"; to bring it back: wink branch merge {self.branch}"
 
     def _person_commits(self, files: HostFilesystem) -> bool:
         from weakincentives.cli.history import show_changes
@@ -252,6 +336,19 @@ class _Program:
         with suppress(EOFError):
             return choose(question, {"c": "commit", "r": "roll back"}) == "c"
         return False
+
+
+def _drop_old(files: HostFilesystem) -> None:
+    """Remove the oldest branches with what was rolled back: each needs the history since."""
+    from weakincentives.filesystem import branches_of, drop_branch
+    from weakincentives.runtime.calls import ROLLED_BACK
+
+    kept = [
+        each for each in branches_of(files.root, store=files.store) if ROLLED_BACK in each.about
+    ]
+    for each in kept[: max(0, len(kept) - _MOST_KEPT + 1)]:
+        with suppress(WinkError):  # in use
+            drop_branch(files.root, each.name, store=files.store)
 
 
 class _Signals:

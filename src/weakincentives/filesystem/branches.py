@@ -53,6 +53,7 @@ from weakincentives.filesystem.layers import (
     xattrs_at,
 )
 from weakincentives.filesystem.merging import Merge, Prefer, has_content
+from weakincentives.filesystem.overlay import Step as OverlayStep
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts
 from weakincentives.filesystem.redo import MakeRedo, Redo, keep, pack, unpack
 from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
@@ -256,6 +257,12 @@ class Branch(PrivateView):
         except BaseException:
             self._staging.state = before
             raise
+
+    def take(self, steps: Sequence[OverlayStep], call: ToolCall) -> None:
+        """Commit the changes of a command that were dropped elsewhere: see ``run``."""
+        with self._lock:
+            self.check_writable("take")
+            self._atomically(lambda: self._apply(steps), call)
 
     def _commit(
         self,

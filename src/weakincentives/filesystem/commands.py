@@ -23,6 +23,7 @@ from weakincentives.filesystem.overlay import (
     Overlay,
     Process,
     Started,
+    Step,
     Way,
     find_way,
 )
@@ -89,6 +90,8 @@ class CommandResult:
     engine: Engine
     engine_reason: str | None = None
     """Why no overlay was used; None if one was."""
+    others: tuple[str, ...] = ()
+    """Of an attached command over an overlay: what changed in the directory itself meanwhile."""
 
     @property
     def ok(self) -> bool:
@@ -194,6 +197,10 @@ Start = Callable[[Overlay | None, bytes, Sequence[int]], Started]
 """Starts a command over an overlay, with its input and with descriptors to keep open."""
 
 
+Salvage = Callable[[Sequence[Step]], None]
+"""Gets the changes that are about to be dropped: they can be made on a branch until it returns."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A program to start, and how to start it."""
@@ -208,6 +215,7 @@ class Command:
     watch: Watch | None = None
     start: Start | None = None
     attached: bool = False
+    salvage: Salvage | None = None
 
     @classmethod
     def of(

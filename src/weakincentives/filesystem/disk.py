@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
     Command,
     CommandResult,
+    Salvage,
     Start,
     Watch,
     run_over,
@@ -48,7 +50,7 @@ from weakincentives.filesystem.layers import (
     walk,
     walk_kinds,
 )
-from weakincentives.filesystem.overlay import Overlay, Started, Step, find_way
+from weakincentives.filesystem.overlay import Overlay, Started, Step, copied_steps, find_way
 from weakincentives.filesystem.paths import (
     BARRED,
     DEFAULT_ROOT,
@@ -63,7 +65,7 @@ from weakincentives.filesystem.redo import MakeRedo, Redo
 from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
-from weakincentives.filesystem.tree import supported
+from weakincentives.filesystem.tree import Tree, supported
 from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
@@ -491,6 +493,7 @@ class HostFilesystem(OnDisk):
         watch: Watch | None = None,
         start: Start | None = None,
         attached: bool = False,
+        salvage: Salvage | None = None,
     ) -> CommandResult:
         """Run a command in the directory; its changes are committed or undone with the call.
 
@@ -517,6 +520,9 @@ class HostFilesystem(OnDisk):
             attached: Give it this process's own input and output, and so the terminal; ``stdin``
                 and ``output_limit`` then mean nothing. Without an overlay, processes that it leaves
                 behind are not killed.
+            salvage: Called with the changes of a command that failed or was killed, when they are
+                dropped: ``Branch.take`` makes them on a branch. Without an overlay it is not
+                called, and they are there until the call is rolled back: see ``copied_changes``.
         """
         command = Command.of(
             argv,
@@ -528,6 +534,7 @@ class HostFilesystem(OnDisk):
             watch=watch,
             start=start,
             attached=attached,
+            salvage=salvage,
         )
         return current_view(self)._run(command, cwd)
 
@@ -562,6 +569,10 @@ class HostFilesystem(OnDisk):
         what they have changed since ``note_files``, as far as it says.
         """
         raise ValueError("only a call that works in place can start programs of its own")
+
+    def copied_changes(self) -> contextlib.AbstractContextManager[list[Step]]:
+        """Copy what this view has changed, for the block: ``Branch.take`` makes it on a branch."""
+        raise ValueError("only a call that works in place can copy its changes")
 
     def note_files(self) -> None:
         """Note how all files are, also for a later process: see ``expect_external``.
@@ -843,8 +854,16 @@ class _View(HostFilesystem):
                 overlay.prepare(command.stdin)
                 self._cover(overlay)
                 began_ns = self._workspace.now_ns()
-                result = run_over(overlay, command, self._is_sealed)
+                try:
+                    result = run_over(overlay, command, self._is_sealed)
+                except BaseException:
+                    self._salvage(command, overlay)
+                    raise
                 steps = overlay.steps(self._workspace.tree) if result.kept else []
+                if not result.kept:
+                    self._salvage(command, overlay)
+                if command.attached:
+                    result = replace(result, others=self._changed_outside(began_ns))
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_sealed():
@@ -862,6 +881,25 @@ class _View(HostFilesystem):
                 f"The command's changes could not be committed: {error.strerror}"
             ) from error
         return result
+
+    def _salvage(self, command: Command, overlay: Overlay) -> None:
+        """Hand over the changes of a command that are dropped."""
+        if command.salvage is not None and overlay.started:
+            steps = overlay.steps(self._workspace.tree)
+            if steps:
+                command.salvage(steps)
+
+    def _changed_outside(self, began_ns: int) -> tuple[str, ...]:
+        """Return what has changed in the directory itself since a command began.
+
+        Of a directory whose entries came or went, only its own name is known.
+        """
+        found = walk(self._workspace.disk, [()])
+        return tuple(
+            f"{join_path(parts)}/" if node.is_directory else join_path(parts)
+            for parts, node in found
+            if node.ctime_ns > began_ns
+        )
 
     def _cover(self, overlay: Overlay) -> None:
         """Let a command see what this view shows."""
@@ -1051,9 +1089,21 @@ class _ViewInPlace(_View):
                         kept = True
                 return result
             finally:
-                if not kept:
+                if not kept and command.salvage is None:
                     with self._lock, workspace.external.undoing(changes):
                         changes.undo_since(index)
+
+    @contextlib.contextmanager
+    def copied_changes(self) -> Generator[list[Step]]:
+        workspace, changes = self._workspace, self._changes
+        with tempfile.TemporaryDirectory(dir=workspace.store.path, prefix="salvage-") as place:
+            with workspace.lock, self._lock:
+                workspace.settle(changes)
+                paths, before, _ = workspace.changed_by(changes.since(self._savepoint))
+                copies = Tree(Path(place))
+                steps = list(copied_steps(paths, before, workspace.tree, copies))
+            with contextlib.closing(copies):
+                yield steps
 
     def expect_external(self, noted: Noted | None = None) -> None:
         with self._workspace.lock, self._lock:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.entry import Attributes, Entry, capture
+from weakincentives.filesystem.entry import Attributes, Entry, capture, copy_exactly
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
-from weakincentives.filesystem.paths import Parts, join_path, shown, system_error
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown, system_error
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (
@@ -660,7 +660,9 @@ class _Reader:
             was = None if tree is None else self._captured(tree, parts)
             # A directory is in the upper layer when anything below it changed, and its time moves
             # when an entry comes or goes: neither is a change of its own.
+            # Nor is that of the workspace itself: others may have moved it.
             same_time = was is None or own.mtime_ns == was.mtime_ns or parts in self._changed
+            same_time = same_time or not parts
             if was is None or (own.is_like(was) and same_time):
                 return
         self._add(_attributes(parts, own))
@@ -834,6 +836,43 @@ class _Reader:
         if _is_directory(below):
             self._remove(step.parts)
         self._add(step)
+
+
+def copied_steps(
+    paths: Iterable[Parts], before: Look, workspace: Tree, place: Tree
+) -> Iterator[Step]:
+    """Yield the steps that make changes again, in the order to do them.
+
+    What is at the changed paths now is copied to ``place``.
+    """
+    for number, parts in enumerate(sorted(paths)):
+        status, was = workspace.status_if_reached(parts), _node_at(before, parts)
+        is_same_kind = was is not None and was.is_directory == _is_directory(status)
+        if was is not None and (status is None or not is_same_kind):
+            if status is None and workspace.status_if_reached(parts[:-1]) is None:
+                continue  # it went with its directory
+            yield Step("remove", parts, lambda edit, parts=parts: edit.remove(parts))
+        if _is_directory(status):
+            if not is_same_kind:
+                yield Step("directory", parts, lambda edit, parts=parts: edit.make_directory(parts))
+        elif status is not None:
+            name = str(number)
+            copy_exactly(workspace, parts, place, (name,))
+            yield Step(
+                "move",
+                parts,
+                lambda edit, parts=parts, name=name: edit.put_file(parts, place.path / name),
+                (place, (name,)),
+            )
+
+
+def _node_at(look: Look, parts: Parts) -> Node | None:
+    try:
+        return look.node(parts)
+    except OSError as error:
+        if error.errno in BARRED:
+            return None
+        raise
 
 
 def _attributes(parts: Parts, own: Entry) -> Step:

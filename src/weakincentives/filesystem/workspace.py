@@ -201,6 +201,18 @@ class Workspace:
             look = before
         self.external.take_out(self.history.last, paths, look, left)
 
+    def _commit_noted(self, changes: Changes) -> None:
+        """Commit what programs have changed since it was noted, as of no call.
+
+        Another scan begins, and would take it for the state before.
+        """
+        self.external.begin(changes, Noted())
+        self.external.settle(changes, last=True)
+        self.check_found(changes.since(None))
+        changes.commit()
+        self.external.end()
+        self.note()
+
     # The transaction that works in place
 
     @contextlib.contextmanager
@@ -232,8 +244,10 @@ class Workspace:
 
     def expect_programs(self, changes: Changes, noted: Noted | None = None) -> None:
         """Expect other programs to change files until the transaction ends."""
-        if noted is not None:
+        if self.external.noted_at() is not None:
             self.take_out_commits()  # again: the process that committed them may have been killed
+            if noted is None and not changes.records:
+                self._commit_noted(changes)
         self.external.begin(changes, noted)
         self.expects_programs = True
 

@@ -62,6 +62,8 @@ _logger = get_logger(__name__)
 _COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
 _ENDS = "weakincentives.events:PromptExecuted"
 _SUFFIX = ".jsonl"
+ROLLED_BACK = "rolled back"
+"""Notes in a branch when a program was rolled back whose changes it has: no call of its own."""
 _MANY = 10_000
 """Runs beyond which the letters in an id are more."""
 
@@ -702,9 +704,14 @@ class Calls:
         """Return calls without a record in a run: of other programs, or an undo by a person."""
         known = {call.call_id for call in calls}
         oldest = min((call.time for call in calls), default=0.0)
+        shown = (
+            branch
+            for branch in self._commits
+            if not branch or ROLLED_BACK not in self.branches[branch].about
+        )
         return self._joined(
             _unrecorded(each, branch)
-            for branch in self._commits
+            for branch in shown
             for each in self._committed_on(branch).values()
             if each.call_id not in known and each.time >= oldest
         )
