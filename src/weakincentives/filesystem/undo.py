@@ -611,15 +611,14 @@ class _Undo:
 
     def _take_away(self, record: Record, one: _OneCall) -> None:
         """Remove a directory that arrived as a whole; what someone else changed in it stays."""
-        tree, top, after = self.changes.tree, record.path, one.delta.after
+        tree, top = self.changes.tree, record.path
         if one.arrived.get(top) is not record:
             # The call itself removed it later, so it was just restored; or someone made it again.
             if self.force or not is_related(top, self._left | self._shared):
                 self._remove(top)
             return
         found = list(tree.walk(top))
-        changed = {parts for parts, _ in found if parts not in after or parts in one.changed}
-        if self.force or not changed - {top}:
+        if self.force or all(self._is_ours(parts, one) for parts, _ in found if parts != top):
             self._remove(top)
             return
         for parts, status in reversed(found):
@@ -627,8 +626,15 @@ class _Undo:
                 self._leave(parts, one)
                 continue
             is_empty = not stat.S_ISDIR(status.st_mode) or not tree.names(parts)
-            if parts in after and parts != top and is_empty:
+            if parts != top and is_empty and self._is_ours(parts, one):
                 self._remove(parts)
+
+    def _is_ours(self, parts: Parts, one: _OneCall) -> bool:
+        """Whether a call left something at a path, or it is from a directory just restored."""
+        if parts in one.changed:
+            return False
+        restored = is_below(parts, one.removed) and not is_related(parts, self._shared)
+        return restored or parts in one.delta.after
 
     def _holds_more(self, record: Record, one: _OneCall) -> bool:
         """Leave a directory alone that still holds other entries; False if it is empty."""
