@@ -435,6 +435,7 @@ class _Undo:
             self._move_back(record, record.origin, one)
         else:
             self._put_back_or_leave(record, one)
+        one.undone.update(record.paths)
         for parts, mtime in record.times:
             self._times.set(parts, mtime)
 
@@ -450,7 +451,7 @@ class _Undo:
         """Whether a path is not to be touched, because of an edit there or above it."""
         if parts in one.changed or parts in self._left:
             return True
-        if not is_below(parts, self._left):
+        if parts in one.undone or not is_below(parts, self._left):
             return False
         return not is_same(one.delta.after.get(parts), Disk(self.changes.tree), parts)
 
@@ -802,6 +803,8 @@ class _OneCall:
         self.removed = removed
         """The directories that it removed, replaced or moved away."""
         self.arrived = arrived(delta)
+        self.undone: set[Parts] = set()
+        """The paths with a record that is undone already: they are no longer as it left them."""
 
 
 class _Links:
