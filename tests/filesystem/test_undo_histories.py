@@ -268,7 +268,7 @@ class Work:
         edits = {path for each in undone for path in each.touched} & now.keys()
         mine = {now[path].content for path in edits if _is_persons(now[path])}
         assert mine <= {found.content for found in after.values()}, "an edit is lost"
-        if not edited:
+        if not edited and len(undone) == 1:  # for several, see the limits in docs/disk.md
             assert self.linked() == undone[0].linked
 
     def _touched_since(self, undone: list[Entry]) -> set[str]:
@@ -464,6 +464,30 @@ A_NAME_REPLACED_AFTER_AN_EDIT_THROUGH_ANOTHER = [
     ("undo", 3, "rewind"),
     ("undo", 2, "revert"),
 ]
+A_DIRECTORY_RESTORED_INTO_ONE_THAT_ARRIVED = [
+    FIRST,
+    ("call", "api", ("delete", "d/in")),
+    ("undo_one", 1),
+    ("call", "api", ("delete", "d")),
+    ("undo", 1, "force"),
+]
+OTHER_PERMISSIONS_OF_A_DIRECTORY_THAT_CAME_BACK = [
+    ("call", "command", ("copy", "d", "e/a")),
+    ("undo", 0, "force"),
+    ("call", "command", ("write", "d/in/c")),
+    ("undo", 2, "rewind"),
+    ("person", "mode", "e/a"),
+    ("undo", 1, "revert"),
+]
+A_DIRECTORY_MADE_WHERE_ONE_CAME_AND_WENT = [
+    FIRST,
+    ("undo_one", 0),
+    ("undo", 3, "rewind"),
+    ("redo",),
+    ("call", "command", ("copy", "d", "e/a")),
+    ("person", "mkdir", "e/in"),
+    ("undo", 2, "rewind"),
+]
 A_DIRECTORY_MADE_AGAIN = [
     FIRST,
     ("call", "api", ("write", "a")),
@@ -477,6 +501,9 @@ A_DIRECTORY_MADE_AGAIN = [
 @example(A_DIRECTORY_REPLACED_TWICE_IN_A_CALL, "disk")
 @example(A_NAME_REPLACED_AFTER_AN_EDIT_THROUGH_ANOTHER, "tmpfs")
 @example(A_DIRECTORY_MADE_AGAIN, "tmpfs")
+@example(A_DIRECTORY_RESTORED_INTO_ONE_THAT_ARRIVED, "tmpfs")
+@example(OTHER_PERMISSIONS_OF_A_DIRECTORY_THAT_CAME_BACK, "disk")
+@example(A_DIRECTORY_MADE_WHERE_ONE_CAME_AND_WENT, "tmpfs")
 @settings(max_examples=max(10, settings.default.max_examples // 3))
 @given(steps=HISTORIES, place=st.sampled_from(sorted(PLACES)))
 def test_what_no_one_else_has_touched_comes_back_and_the_rest_is_named(

@@ -660,11 +660,15 @@ class History(Past):
                 found.append((index, record.before, record.source))
         for index, entry, source in found:
             if entry.kind == "directory":
-                total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
-                place, top = saved_at(records[index], self.store.tree, tree)
+                inside = list(self.store.tree.walk((source.name,)))
+                total += sum(each.st_size for _, each in inside)
+                top: Parts = (source.name,)
+                if records[index].scratch is not None:  # the store has a copy of it
+                    place, top = saved_at(records[index], self.store.tree, tree)
+                    inside = place.walk(top)
                 linked += [
                     (source.name, "/".join(parts[len(top) :]), each.st_ino)
-                    for parts, each in place.walk(top)
+                    for parts, each in inside
                     if each.st_nlink > 1 and stat.S_ISREG(each.st_mode)
                 ]
             elif entry.kind == "file" and entry.size <= limit:

@@ -481,6 +481,7 @@ class _Undo:
             self._move_back(record, record.origin, one)
         else:
             self._put_back_or_leave(record, one)
+        one.undone.update(record.paths)
         for parts, mtime in record.times:
             self._times.set(parts, mtime)
 
@@ -496,7 +497,7 @@ class _Undo:
         """Whether a path is not to be touched, because of an edit there or above it."""
         if parts in one.changed or parts in self._left:
             return True
-        if not is_below(parts, self._left):
+        if parts in one.undone or not is_below(parts, self._left):
             return False
         return not is_same(one.delta.after.get(parts), Disk(self.changes.tree), parts)
 
@@ -657,15 +658,14 @@ class _Undo:
 
     def _take_away(self, record: Record, one: _OneCall) -> None:
         """Remove a directory that arrived as a whole; what someone else changed in it stays."""
-        tree, top, after = self.changes.tree, record.path, one.delta.after
+        tree, top = self.changes.tree, record.path
         if one.arrived.get(top) is not record:
             # The call itself removed it later, so it was just restored; or someone made it again.
             if self.force or not is_related(top, self._left | self._shared):
                 self._remove(top)
             return
         found = list(tree.walk(top))
-        changed = {parts for parts, _ in found if parts not in after or parts in one.changed}
-        if self.force or not changed - {top}:
+        if self.force or all(self._is_ours(parts, one) for parts, _ in found if parts != top):
             self._remove(top)
             return
         for parts, status in reversed(found):
@@ -673,8 +673,15 @@ class _Undo:
                 self._leave(parts, one)
                 continue
             is_empty = not stat.S_ISDIR(status.st_mode) or not tree.names(parts)
-            if parts in after and parts != top and is_empty:
+            if parts != top and is_empty and self._is_ours(parts, one):
                 self._remove(parts)
+
+    def _is_ours(self, parts: Parts, one: _OneCall) -> bool:
+        """Whether a call left something at a path, or it is from a directory just restored."""
+        if parts in one.changed:
+            return False
+        restored = is_below(parts, one.removed) and not is_related(parts, self._shared)
+        return restored or parts in one.delta.after
 
     def _holds_more(self, record: Record, one: _OneCall) -> bool:
         """Leave a directory alone that still holds other entries; False if it is empty."""
@@ -842,6 +849,8 @@ class _OneCall:
         self.removed = removed
         """The directories that it removed, replaced or moved away."""
         self.arrived = arrived(delta)
+        self.undone: set[Parts] = set()
+        """The paths with a record that is undone already: they are no longer as it left them."""
 
 
 class _Links:
