@@ -30,14 +30,14 @@ async def check_policies(
     by all policies that ask nobody.
     """
     tool, params, transaction.policies = offer.tool, transaction.params, offer.names
-    policies = offer.policies
+    policies, context = offer.policies, transaction.bound
     if again:
         policies = [policy for policy in policies if not policy.asks_a_person]
     elif editor is not None:
         policies = [policy for policy in policies if policy is not editor]
     for policy in policies:
         try:
-            verdict = policy.check(tool, params, context=transaction.bound)
+            verdict = policy.check(tool, params, context=context)
             if verdict is ALLOWED:
                 continue
             if policy.is_async:
