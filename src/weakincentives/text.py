@@ -115,11 +115,15 @@ def counted_repeats(pattern: str) -> int:
 
 
 def letters(data: bytes) -> str:
-    """Return a letter or digit for each byte, none that looks like another: a name to type."""
-    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in data)
+    """Return a letter or digit for each byte, none that looks like another: a name to type.
+
+    It begins with a letter: a number means a call.
+    """
+    chosen = (_LETTERS if number else _LETTERS[:-8] for number in range(len(data)))
+    return "".join(each[byte % len(each)] for each, byte in zip(chosen, data, strict=True))
 
 
-_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+_LETTERS = "abcdefghjkmnpqrstuvwxyz" + "23456789"
 
 
 # What people read of a call

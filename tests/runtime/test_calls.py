@@ -13,7 +13,7 @@ from weakincentives.filesystem import HostFilesystem, Limits
 from weakincentives.media import Media
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import SavedSession, Session, open_run
-from weakincentives.runtime.calls import Run, begin_run, delete_runs, old_runs, runs_of
+from weakincentives.runtime.calls import Run, begin_run, delete_runs, new_run, old_runs, runs_of
 
 DAY = 86_400
 ALL = Limits(days=0, newest=0)
@@ -159,3 +159,10 @@ def test_runs_that_begin_in_the_same_second_have_ids_of_their_own(tmp_path: Path
         with begin_run(tmp_path, {"kind": "hosted"}) as run:
             marks.add(run.mark)
     assert len(marks) == 400
+
+
+def test_the_mark_of_a_run_is_never_a_number(tmp_path: Path):
+    """`wink undo 266` means the call of that number."""
+    marks = [new_run(tmp_path).mark for _ in range(300)]
+
+    assert [mark for mark in marks if mark[0].isdecimal()] == []
