@@ -682,6 +682,7 @@ def _covering(permission: str) -> tuple[str, ...]:
 class _Emitted:
     """An event that is published once."""
 
+    __holds_anything__ = True
     event: str
     payload: object
     published: bool = False

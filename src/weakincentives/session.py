@@ -27,6 +27,7 @@ from weakincentives.errors import (
     ViewClosed,
 )
 from weakincentives.events import Dispatcher, PromptRendered, ToolInvoked
+from weakincentives.frozen import changeable, refused_class
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
@@ -72,6 +73,12 @@ class _Route:
     slice_type: type
     reduce: Reducer[Any]
     is_log: bool
+    refuses_changeable: bool = field(init=False)
+    """Whether values that can be changed in place are refused: a rollback restores the slice."""
+
+    def __post_init__(self) -> None:
+        holds_anything = getattr(self.slice_type, "__holds_anything__", False)
+        object.__setattr__(self, "refuses_changeable", not (self.is_log or holds_anything))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,7 @@ class _RolledBack(_Entry):
 class _Child:
     """A child session, in a slice so that a rollback removes the children of a call."""
 
+    __holds_anything__ = True
     session: Session
 
 
@@ -244,6 +252,9 @@ class _Wiring:
                     f"the slice of {slice_type.__name__} cannot become {policy.name}: "
                     "it is not empty"
                 )
+            instead = None if is_log else refused_class(slice_type)
+            if instead is not None:
+                _refuse_changeable(slice_type, f"{slice_type.__name__}: {instead}")
             present = self.routes.get(event_type, ())
             if not present and self.policy(event_type) is SlicePolicy.LOG:
                 # An event of a LOG type stays in its own slice, too.
@@ -1184,7 +1195,21 @@ def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
         raise ReducerError(
             f"{what} failed: {type(error).__name__}: {error}; no slice was changed"
         ) from error
-    return slices if following is current else {**slices, slice_type: following}
+    if following is current:
+        return slices
+    if route.refuses_changeable:
+        new = (event,) if route.reduce is _APPEND else following.not_in(current)
+        for value in new:
+            _refuse_changeable(slice_type, changeable(value))
+    return {**slices, slice_type: following}
+
+
+def _refuse_changeable(slice_type: type, found: str | None) -> None:
+    if found is not None:
+        raise SessionError(
+            f"session[{slice_type.__name__}] cannot hold a value that can be changed in place, "
+            f"because no rollback could restore it: {found}"
+        )
 
 
 def _method_reducer(
