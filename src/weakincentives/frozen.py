@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["changeable"]
 
@@ -32,6 +33,8 @@ _PLAIN = "declare it with @dataclass(frozen=True), or give it __eq__ and __hash_
 _Parts = Iterable[tuple[str, object]]
 _parts_of: dict[type, Callable[[Any], _Parts] | str] = {}
 """How to get the parts of a value, by its class; or what to use instead of the class."""
+_direct_parts: dict[type, Callable[[Any], Iterable[object]]] = {tuple: iter, frozenset: iter}
+"""The same for some classes, as a C function that returns the parts without their names."""
 
 
 def changeable(value: object) -> str | None:
@@ -40,8 +43,16 @@ def changeable(value: object) -> str | None:
     >>> changeable(("a", 1)), changeable(("a", [1]))
     (None, '[1] is a list; use a tuple')
     """
-    if type(value) in _LEAVES:
+    kind = type(value)
+    if kind in _LEAVES:
         return None
+    parts = _direct_parts.get(kind)
+    if parts is not None and _LEAVES.issuperset(map(type, parts(value))):
+        return None  # most values are flat, and every event is looked at
+    return _search(value)
+
+
+def _search(value: object) -> str | None:
     todo: list[tuple[str, object]] = [("", value)]
     seen: set[int] = set()  # by identity, so that a value that contains itself ends, too
     while todo:
@@ -72,8 +83,9 @@ def refused_class(kind: type) -> str | None:
 def _learn(kind: type) -> Callable[[Any], _Parts] | str | None:
     """Return what ``_parts_of`` has for a class; None for one whose values have no parts."""
     found = _look_at(kind)
-    if len(_parts_of) + len(_LEAVES) > _MOST_KNOWN:
+    if len(_parts_of) > _MOST_KNOWN:
         _parts_of.clear()
+        _direct_parts.clear()
     if found is not None:
         _parts_of[kind] = found
     elif len(_LEAVES) < _MOST_KNOWN:
@@ -88,11 +100,15 @@ def _look_at(kind: Any) -> Callable[[Any], _Parts] | str | None:
         return _items
     if issubclass(kind, MappingProxyType):
         return _values
-    if is_dataclass(kind):
+    if is_dataclass(cast("object", kind)):
         params: Any = getattr(kind, "__dataclass_params__")  # noqa: B009  # not in the type stubs
         if not params.frozen:
             return "declare it with @dataclass(frozen=True)"
-        return _attributes(each.name for each in fields(kind))
+        names = [each.name for each in fields(kind)]
+        if names:
+            # Twice if there is one: with several names it returns a tuple.
+            _direct_parts[kind] = attrgetter(*(names * 2 if len(names) == 1 else names))
+        return _attributes(names)
     is_hashable, attrs = kind.__hash__ is not None, getattr(kind, "__attrs_attrs__", None)
     if attrs is not None:
         return _attributes(each.name for each in attrs) if is_hashable else "freeze it"

@@ -407,22 +407,26 @@ class Holder:
         inside: The call whose handler makes this one, which does not belong to it.
     """
 
-    __slots__ = ("gates", "inside", "is_closed", "loop", "root", "waits_for")
+    # Defaults on the class: every call on a shared object makes one, and few have to wait.
+    waits_for: tuple[ObjectGate, ...] = ()
+    """Several, if threads of a handler wait at once."""
+    loop: AbstractEventLoop | None = None
+    """The event loop that the call runs on."""
+    is_closed = False
 
     def __init__(self, outer: Holder | None = None, inside: Holder | None = None) -> None:
-        self.root: Holder = self if outer is None else outer.root
+        self.outer = outer
         self.inside = inside
         self.gates: list[ObjectGate] = []
         """Those that it has entered, or is about to enter."""
-        self.waits_for: list[ObjectGate] = []
-        """Several, if threads of a handler wait at once."""
-        self.loop: AbstractEventLoop | None = None
-        """The event loop that the call runs on."""
-        self.is_closed = False
+
+    @property
+    def root(self) -> Holder:
+        return self if self.outer is None else self.outer.root
 
     def holds(self, gate: ObjectGate) -> bool:
         owner = gate.owner
-        return owner is not None and owner.root is self.root
+        return owner is not None and (owner is self or owner.root is self.root)
 
     def try_enter(self, gate: ObjectGate) -> bool:
         """Enter a gate if that is possible without waiting."""
@@ -440,13 +444,13 @@ class Holder:
         """
         for gate in gates:
             if not self.try_enter(gate):
-                self._wait_for(gate)
+                self._note_wait(gate)
                 try:
                     with (ticket := gate.turn(deadline)):
                         while not gate.take(self, in_line=True):
                             gate.wait(ticket)
                 finally:
-                    self.root.waits_for.remove(gate)
+                    self._note_end(gate)
 
     async def enter_on_loop(
         self, gates: Iterable[ObjectGate], deadline: Deadline | None = None
@@ -454,11 +458,11 @@ class Holder:
         """Enter gates without blocking the running event loop; raises like ``enter``."""
         for gate in gates:
             if not self.try_enter(gate):
-                self._wait_for(gate)
+                self._note_wait(gate)
                 try:
                     await gate.queue(partial(gate.take, self, in_line=True), deadline)
                 finally:
-                    self.root.waits_for.remove(gate)
+                    self._note_end(gate)
 
     def leave(self) -> None:
         """Leave all gates. May be called again."""
@@ -471,7 +475,13 @@ class Holder:
         self.is_closed = True
         self.leave()
 
-    def _wait_for(self, gate: ObjectGate) -> None:
+    def _note_end(self, gate: ObjectGate) -> None:
+        with _waiting:
+            waits_for = list(self.root.waits_for)
+            waits_for.remove(gate)
+            self.root.waits_for = tuple(waits_for)
+
+    def _note_wait(self, gate: ObjectGate) -> None:
         """Note that we wait; raise InUse if the call inside waits for us, directly or not."""
         name = gate.subject_name
         ours: set[Holder] = {self.root}
@@ -501,7 +511,7 @@ class Holder:
                     gate,
                     may_end=self.root.inside is None,
                 )
-            self.root.waits_for.append(gate)
+            self.root.waits_for += (gate,)
 
 
 # Between processes

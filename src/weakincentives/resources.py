@@ -453,6 +453,8 @@ class ResourceContext(_Lifetime):
     in_place: _Participants = ()
     """The ``participants`` that cannot fork, so that calls change them in place; in the order in
     which calls enter their gates."""
+    object_gates: tuple[ObjectGate, ...] = ()
+    """The gates of those changed in place, in their order."""
     gates: tuple[Gate, ...] = ()
     """The gates of resources that only one call at a time can use, whatever its session."""
 
@@ -474,6 +476,7 @@ class ResourceContext(_Lifetime):
     def _set_participants(self, participants: _Participants) -> None:
         self._participants = participants
         self.in_place = in_gate_order(participants)
+        self.object_gates = tuple(cast("ObjectGate", each.object_gate) for _, each in self.in_place)
         gates = (participant.gate for _, participant in participants)
         # In one order everywhere, so that no two calls wait for each other.
         found = (gate for gate in gates if gate is not None)

@@ -13,7 +13,7 @@ import math
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 from weakref import WeakSet, ref
 
 from weakincentives.call import current_view, new_id, transaction_under_way
@@ -36,8 +36,10 @@ from weakincentives.slices import (
     Reducer,
     Slice,
     SlicePolicy,
+    append_all,
     declared_policy,
     declared_reducers,
+    replace_latest,
 )
 
 T = TypeVar("T")
@@ -75,10 +77,14 @@ class _Route:
     is_log: bool
     refuses_changeable: bool = field(init=False)
     """Whether values that can be changed in place are refused: a rollback restores the slice."""
+    holds_events: bool = field(init=False)
+    """Whether the reducer adds the event itself, and nothing else."""
 
     def __post_init__(self) -> None:
         holds_anything = getattr(self.slice_type, "__holds_anything__", False)
         object.__setattr__(self, "refuses_changeable", not (self.is_log or holds_anything))
+        known = (_APPEND, append_all, replace_latest)
+        object.__setattr__(self, "holds_events", self.reduce in known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +260,7 @@ class _Wiring:
                 )
             instead = None if is_log else refused_class(slice_type)
             if instead is not None:
-                _refuse_changeable(slice_type, f"{slice_type.__name__}: {instead}")
+                _refuse(slice_type, f"{slice_type.__name__}: {instead}")
             present = self.routes.get(event_type, ())
             if not present and self.policy(event_type) is SlicePolicy.LOG:
                 # An event of a LOG type stays in its own slice, too.
@@ -1198,18 +1204,18 @@ def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
     if following is current:
         return slices
     if route.refuses_changeable:
-        new = (event,) if route.reduce is _APPEND else following.not_in(current)
-        for value in new:
-            _refuse_changeable(slice_type, changeable(value))
+        for value in (event,) if route.holds_events else following.not_in(current):
+            found = changeable(value)
+            if found is not None:
+                _refuse(slice_type, found)
     return {**slices, slice_type: following}
 
 
-def _refuse_changeable(slice_type: type, found: str | None) -> None:
-    if found is not None:
-        raise SessionError(
-            f"session[{slice_type.__name__}] cannot hold a value that can be changed in place, "
-            f"because no rollback could restore it: {found}"
-        )
+def _refuse(slice_type: type, found: str) -> NoReturn:
+    raise SessionError(
+        f"session[{slice_type.__name__}] cannot hold a value that can be changed in place, "
+        f"because no rollback could restore it: {found}"
+    )
 
 
 def _method_reducer(

@@ -170,8 +170,11 @@ class Slice(Generic[T]):
 
         Costs what this slice does not share with the other, and the newest values.
         """
-        known = set(map(id, other._tail))
-        yield from (item for item in self._tail if id(item) not in known)
+        if len(self._tail) < 3:  # most slices that a reducer makes have one value
+            yield from (item for item in self._tail if item is not other.latest())
+        else:
+            known = set(map(id, other._tail))
+            yield from (item for item in self._tail if id(item) not in known)
         mine, theirs = self._full, other._full
         if mine is not None and mine[1] is other._tail:
             mine = mine[0]

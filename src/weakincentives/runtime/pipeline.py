@@ -42,10 +42,13 @@ def run_call(
 
 
 async def _run(transaction: Transaction) -> ToolResult[Any]:
+    waits = False
     while True:
         following: Transaction | None = None
         transaction_under_way.set(transaction)
         try:
+            if waits:
+                await transaction.enter_gates()
             offer = transaction.offer or await admit(transaction)
             tool = offer.tool
             transaction.open()
@@ -58,7 +61,9 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             else:
                 if transaction.resource_context.in_place:
                     await transaction.enter_gates()
-                transaction.take_snapshots(external=tool.writes == "external")
+                    transaction.take_snapshots()
+                if tool.writes == "external":
+                    transaction.expect_external()
             if transaction.around.on_loop:
                 answer = await answers.run_handler(tool, transaction)
             else:
@@ -85,7 +90,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             end(transaction)
         if following is None:
             break
-        transaction = following
+        transaction, waits = following, bool(following.around.enters_first)
     assert transaction.event is not None
     result = transaction.event.result
     if result.success and transaction.parent is not None:
@@ -110,14 +115,10 @@ async def admit(transaction: Transaction) -> Offer:
     offer = transaction.around.offers.get(name) or answers.refuse_unknown(transaction)
     tool = transaction.tool = offer.tool
     transaction.params = tool.parse(transaction.params)
-    if transaction.around.enters_first or (
-        transaction.resource_context.in_place and (offer.policies or tool.preconditions)
-    ):
+    if transaction.resource_context.in_place and (offer.policies or tool.preconditions):
         await transaction.enter_gates()  # nothing changes between the checks and the handler
-    if offer.policies:
-        await _check_policies(transaction, offer)
-        if not transaction.gated:
-            await transaction.enter_gates()
+    if offer.policies and await _check_policies(transaction, offer):
+        await transaction.enter_gates()
     given = transaction.around.approval
     if given is not None and given.approved is not True:  # and no policy asked for it
         raise PolicyDenied(f"Call to '{tool.name}' was not approved: {given.reason}")
@@ -132,17 +133,17 @@ async def admit(transaction: Transaction) -> Offer:
 
 async def _check_policies(
     transaction: Transaction, offer: Offer, editor: AttachedPolicy | None = None
-) -> None:
+) -> bool:
     """Raise PolicyDenied unless all policies allow the call; ``editor`` has chosen its arguments.
 
-    Arguments that a policy has edited are checked by all others, as if the model had given them.
+    Arguments that a policy has edited are checked by all others. True: the call has left its gates.
     """
-    tool, params, transaction.policies = offer.tool, transaction.params, offer.names
+    tool, params, transaction.policies, left = offer.tool, transaction.params, offer.names, False
     for policy in offer.policies:
         if policy is editor:
             continue
         if policy.asks_a_person:
-            transaction.leave_gates()  # an answer may take hours
+            left = transaction.leave_gates()  # an answer may take hours
         try:
             verdict = policy.check(tool, params, context=transaction.bound)
             if verdict is ALLOWED:
@@ -168,10 +169,10 @@ async def _check_policies(
             transaction.params = tool.parse(decision.arguments)
             transaction.edited = (answers.edited(tool, decision.arguments),)
             transaction.notes = (*transaction.notes, events.EDITED)
-            if not transaction.gated:
+            if left:
                 await transaction.enter_gates()
-            await _check_policies(transaction, offer, policy)
-            return
+            return await _check_policies(transaction, offer, policy)
+    return left
 
 
 async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -> None:

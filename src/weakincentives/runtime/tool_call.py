@@ -234,7 +234,8 @@ class Work(Surroundings, Generic[T]):
                 self.kept_out = kept_out.error
             return run(self.start)
         finally:
-            self.leave()
+            if self.entered is not None:
+                self.leave()
             self._publish()
 
     def _in_turn(self, gates: tuple[Gate, ...], run: Callable[..., T]) -> T:
@@ -272,7 +273,8 @@ class Work(Surroundings, Generic[T]):
         try:
             return await self._ain_turn()
         finally:
-            self.leave()
+            if self.entered is not None:
+                self.leave()
             self._publish()
 
     async def _ain_turn(self) -> T:

@@ -133,9 +133,6 @@ class Surroundings:
     loop: Any = None
     """The event loop that it runs on, once its handler does."""
 
-    entered: Holder | None = None
-    """What holds the gates of objects that are changed in place; a new one for each attempt."""
-
     enters_first: tuple[ObjectGate, ...] = ()
     """Gates that an attempt could not wait for: the next one enters them before anything else."""
 
@@ -156,10 +153,15 @@ class Surroundings:
                 self.made_in = parent
         self.resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
         self.recorded: list[Recorded] = []
+        self.entered: Holder | None = None
+        """What holds the gates of objects that are changed in place; a new one for each attempt."""
 
     @property
     def holder(self) -> Holder:
         """What holds the gates of this call and of all calls nested in it."""
+        entered = self.entered
+        if entered is not None:
+            return entered if entered.outer is None else entered.root
         if self.parent is not None:
             return self.parent.around.holder
         if self.entered is None:
@@ -506,41 +508,40 @@ class Transaction:
         for _, _, view in self.forks:
             view.read_only = self.session.read_only
 
-    def take_snapshots(self, *, external: bool = False) -> None:
-        """Note the state of every resource that is changed in place.
+    def take_snapshots(self) -> None:
+        """Note the state of every resource that is changed in place and whose gate was entered."""
+        for name, participant in self._entered:
+            self._take_part(name, participant)
+        self._covered = self._entered
 
-        With ``external``, journalled ones expect changes by other programs.
-        """
-        if self._entered:
-            for name, participant in self._entered:
-                self._take_part(name, participant)
-            self._covered = self._entered
-        if external:
-            for _, participant in self.participants:
-                if participant.journalled:
-                    self.view(participant).expect_external()
+    def expect_external(self) -> None:
+        """Have journalled resources expect changes by other programs."""
+        for _, participant in self.participants:
+            if participant.journalled:
+                self.view(participant).expect_external()
 
     async def enter_gates(self) -> None:
         """Enter the gates of what the call takes part with from its start, in their order.
 
         A call that only reads takes part with what it requests, when it does.
         """
-        around, gates = self.around, self.around.enters_first
-        in_place, self.gated = self.resource_context.in_place, True
-        if not in_place and not gates:
-            return
+        around, context = self.around, self.resource_context
+        in_place, gates, self.gated = context.in_place, context.object_gates, True
         only_reads = self.reads_only or (self.tool is not None and self.tool.reach == "read")
         if only_reads or not self.at_place:
-            in_place = ()
-        gates = {*gates, *map(_gate_of, in_place)}
+            in_place, gates = (), ()
+        if around.enters_first:
+            every = {*around.enters_first, *gates}
+            gates = tuple(sorted(every, key=lambda gate: gate.serial))
+        if not gates:
+            return
         holder, deadline = around.holder, self.context.deadline
-        in_order = sorted(gates, key=lambda gate: gate.serial)
         try:
             if around.on_loop:
                 holder.loop = running_loop()
-                await holder.enter_on_loop(in_order, deadline)
+                await holder.enter_on_loop(gates, deadline)
             else:
-                holder.enter(in_order, deadline)
+                holder.enter(gates, deadline)
         except InUse as error:
             self._note_in_use(error)
             raise
@@ -548,13 +549,14 @@ class Transaction:
             raise _too_late() from None
         self._entered = in_place
 
-    def leave_gates(self) -> None:
+    def leave_gates(self) -> bool:
         """Leave all gates while a person is asked, as if the call had taken part with nothing.
 
-        Not those of a call that this one is nested in: it may have changed something.
+        Not those of a call that this one is nested in, which may have changed something: then
+        this returns False.
         """
         if self.parent is not None:
-            return
+            return False
         self.gated = False
         if self.around.entered is not None:
             in_place = [fork for fork in self.forks if fork[1].in_place]
@@ -562,6 +564,7 @@ class Transaction:
             self.forks = tuple(fork for fork in self.forks if fork not in in_place)
             self._ended, self._entered, self._covered = frozenset(), (), ()
             self.around.leave()
+        return True
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Take part with a new resource before it is handed out; a provider may return a known one.
@@ -615,8 +618,8 @@ class Transaction:
         if self.parent is not None:  # which may be rolled back when this call has ended
             self.parent._take_part(name, participant)
         with self._lock:  # threads of a handler may come at the same time
-            exposed = participant.exposed
-            if not any(base.in_place and base.exposed is exposed for _, base, _ in self.forks):
+            exposed, forks = participant.exposed, self.forks
+            if not forks or not any(e[1].in_place and e[1].exposed is exposed for e in forks):
                 self.forks = (*self.forks, (name, participant, participant.fork_in_place()))
 
     def holds(self, records: Sequence[Recorded]) -> bool:
@@ -761,7 +764,8 @@ class Transaction:
             if self._scope is not None:
                 self._scope.close(error)
         finally:
-            self.around.leave()
+            if self.around.entered is not None:
+                self.around.leave()
 
     def check_open(self) -> None:
         if self.settled:
