@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from weakincentives.adapters import ScriptedAdapter, calls
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError
 from weakincentives.prompt import (
@@ -28,6 +29,7 @@ from weakincentives.prompt import (
 from weakincentives.resources import Binding, ResourceRegistry, Scope
 from weakincentives.retry import RetryPolicy
 from weakincentives.runtime import (
+    MainLoop,
     PendingToolTracker,
     Session,
     ToolCall,
@@ -309,6 +311,28 @@ def test_an_async_call_that_cannot_wait_and_must_not_be_re_run_says_so():
     assert all(each.success for each in later)
     assert begun == ["i0", "i1", "j0", "j1"]
     assert shelf.items == ["i0", "j0", "j1"]
+    assert is_free(shelf)
+
+
+@pytest.mark.parametrize("bound", ["instance", "provider"])
+def test_a_main_loop_in_each_thread_loses_nothing(bound: str):
+    shelf = Shelf()
+    binding = Binding(Shelf, lambda r: shelf) if bound == "provider" else shelf
+    template = PromptTemplate[Any](sections=[MarkdownSection(title="Work", tools=[tool("put")])])
+
+    class Working(MainLoop[int, Any]):
+        def prepare(self, request: int) -> tuple[Prompt[Any], Session]:
+            return Prompt(template).bind(resources={Shelf: binding}), Session()
+
+    def run(index: int) -> bool:
+        call = ToolCall("put", {"name": f"i{index}", "fails": index % 2 == 1})
+        _, session = Working(adapter=ScriptedAdapter([calls(call), "done"])).execute(index)
+        [record] = session[ToolInvoked].all()
+        return record.success
+
+    results = in_threads([lambda index=index: run(index) for index in range(12)])
+    assert results == [True, False] * 6
+    assert sorted(shelf.items) == sorted(f"i{index}" for index in range(0, 12, 2))
     assert is_free(shelf)
 
 
