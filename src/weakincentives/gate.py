@@ -159,6 +159,7 @@ class Gate:
                 finally:
                     timer.cancel()
                     ticket.signal.clear()
+                self.look_again(take)
         except BaseException:  # cancelled, or too late
             self.leave(ticket)
             raise
@@ -262,6 +263,10 @@ class Gate:
                     self.subject_name,
                 )
             ticket.signal.clear()
+            self.look_again(ticket.take)
+
+    def look_again(self, take: Callable[[], bool] | None) -> None:
+        """Called now and then by one that waits to ``take`` it; may raise."""
 
     @property
     def subject_name(self) -> str:
@@ -279,7 +284,7 @@ class Gate:
 class Ticket:
     """A place in line; in a ``with`` block, until the block ends."""
 
-    __slots__ = ("_deadline", "_gate", "loop", "signal")
+    __slots__ = ("_deadline", "_gate", "loop", "signal", "take")
 
     def __init__(
         self,
@@ -293,6 +298,8 @@ class Ticket:
         """A threading or an asyncio event."""
         self._deadline = deadline
         self.loop = loop
+        self.take: Callable[[], bool] | None = None
+        """What is tried when it is its turn, if that is known."""
 
     def wake(self) -> bool:
         """Signal that it may be its turn; False when its loop does not run."""
@@ -381,6 +388,9 @@ class ObjectGate(Gate):
     def unreachable(self) -> Exception:
         return InUse(str(super().unreachable()), self, may_end=False)
 
+    def look_again(self, take: Any) -> None:
+        take.args[0].check_wait(self)  # its holder
+
     def take(self, holder: Holder, *, in_line: bool = False) -> bool:
         """Enter if it is free, and if no one is in line before us."""
         with self._line_lock:
@@ -412,6 +422,10 @@ class Holder:
     """Several, if threads of a handler wait at once."""
     loop: AbstractEventLoop | None = None
     """The event loop that the call runs on."""
+    passed: Gate | None = None
+    """The gate of the session that the call is made on."""
+    waits_at: Gate | None = None
+    """The gate of a session that a call waits at which was made in this one, or in this block."""
     is_closed = False
 
     def __init__(self, outer: Holder | None = None, inside: Holder | None = None) -> None:
@@ -446,8 +460,10 @@ class Holder:
             if not self.try_enter(gate):
                 self._note_wait(gate)
                 try:
-                    with (ticket := gate.turn(deadline)):
-                        while not gate.take(self, in_line=True):
+                    ticket = gate.turn(deadline)
+                    take = ticket.take = partial(gate.take, self, in_line=True)
+                    with ticket:
+                        while not take():
                             gate.wait(ticket)
                 finally:
                     self._note_end(gate)
@@ -475,6 +491,18 @@ class Holder:
         self.is_closed = True
         self.leave()
 
+    def check_wait(self, gate: ObjectGate) -> None:
+        """Raise InUse if a call inside waits for the session that we keep from it."""
+        with _waiting:
+            for owner in _owners(gate):
+                if owner.waits_at is not None and owner.waits_at is self.root.passed:
+                    name = gate.subject_name
+                    raise InUse(
+                        f"another call is using {name}, and waits for this session. Try again",
+                        gate,
+                        may_end=False,
+                    )
+
     def _note_end(self, gate: ObjectGate) -> None:
         with _waiting:
             waits_for = list(self.root.waits_for)
@@ -490,14 +518,7 @@ class Holder:
             ours.add(around.root)
             around = around.root.inside
         with _waiting:
-            found: list[Holder] = []
-            owners = [gate.owner]
-            while owners:
-                owner = owners.pop()
-                if owner is None or owner.root in found:
-                    continue
-                found.append(owner.root)
-                owners += (each.owner for each in owner.root.waits_for)
+            found = _owners(gate)
             if found and found[0] is not self.root and found[0] in ours:
                 raise InUse(
                     f"the call under way holds the {name} of this call: pass on its context, as in "
@@ -512,6 +533,18 @@ class Holder:
                     may_end=self.root.inside is None,
                 )
             self.root.waits_for += (gate,)
+
+
+def _owners(gate: ObjectGate) -> list[Holder]:
+    """Return the roots of what is inside a gate, and of what is inside those that it waits for."""
+    found: list[Holder] = []
+    owners = [gate.owner]
+    while owners:
+        owner = owners.pop()
+        if owner is not None and owner.root not in found:
+            found.append(owner.root)
+            owners += (each.owner for each in owner.root.waits_for)
+    return found
 
 
 # Between processes

@@ -870,3 +870,32 @@ def test_a_handler_that_goes_on_without_such_an_object_is_fenced_off():
     result = tools.execute("slow", {"name": "a"})
     assert (result.metadata.undone, result.metadata.not_undone) == (("session",), ())
     ends.set()
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_block_and_a_call_that_wait_for_each_other_both_end(
+    on_loop: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The block has the object, the call has the session that a call in the block is made on."""
+    monkeypatch.setattr("weakincentives.gate._LOOK_SECONDS", 0.05)
+    shelf, session = Shelf(), Session()
+    tools = ToolRegistry([tool("put")], resources={Shelf: shelf}, session=session)
+    results: list[ToolResult[Any]] = []
+
+    def outside() -> None:
+        if on_loop:
+            results.append(asyncio.run(tools.aexecute("put", {"name": "outside"})))
+        else:
+            results.append(tools.execute("put", {"name": "outside"}))
+
+    other = threading.Thread(target=outside, daemon=True)
+    with tool_transaction(session, {Shelf: shelf}):
+        other.start()
+        has_waiting(shelf)
+        assert tools.execute("put", {"name": "inside"}).success
+    other.join(WAIT)
+    assert not other.is_alive()
+    assert results[0].failure is not None
+    assert results[0].failure.code == "CONFLICT"
+    assert shelf.items == ["inside"]
+    assert is_free(shelf)

@@ -168,8 +168,17 @@ class Surroundings:
             inside = None if self.made_in is None else self.made_in.lineage[0].around.entered
             with _opening:
                 self.entered = self.entered or Holder(_block_under_way.get(), inside)
+            self.entered.passed = self.session.gate
         # In a block by hand, everything is held until the block ends: it may roll back.
         return self.entered.root
+
+    @property
+    def made_under(self) -> Holder | None:
+        """What holds gates meanwhile: the call whose handler makes this one, or a block by hand."""
+        if self.made_in is not None:
+            return self.made_in.around.holder
+        block = _block_under_way.get()
+        return None if block is None else block.root
 
     def leave(self) -> None:
         """Leave the gates of objects that are changed in place."""
