@@ -28,7 +28,7 @@ from weakincentives.errors import (
 )
 from weakincentives.events import Dispatcher, PromptRendered, ToolInvoked
 from weakincentives.frozen import changeable, refused_class
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, Holder
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
 from weakincentives.slices import (
@@ -217,6 +217,8 @@ class _Wiring:
     lock: Any = field(default_factory=RLock)
     gate: Gate = field(default_factory=Gate)
     """Held by the current call: calls on one session run one after the other."""
+    holder: Holder | None = None
+    """What holds the gates of objects for tools that another program runs in this session."""
     by_call: dict[str, ToolInvoked] = field(default_factory=dict[str, ToolInvoked])
     """The newest record of each call, of the records that ``indexed`` holds."""
     indexed: Slice[ToolInvoked] = EMPTY
@@ -640,6 +642,15 @@ class Session(Participant):
     def gate(self) -> Gate | None:
         """The gate of the calls on this session; None for a view, whose call has passed it."""
         return None if self._base is not None else self._wiring.gate
+
+    @property
+    def holder(self) -> Holder | None:
+        """What has objects to itself for tools that another program runs in this session."""
+        return self._wiring.holder
+
+    @holder.setter
+    def holder(self, holder: Holder | None) -> None:
+        self._wiring.holder = holder
 
     @property
     def depth(self) -> int:

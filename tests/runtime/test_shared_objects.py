@@ -678,6 +678,11 @@ def test_a_tool_that_another_program_runs_has_the_object_to_itself():
     assert tracker.end_tool_execution(tool_use_id="1", success=False)
     waiting.join(WAIT)
     assert shelf.items == ["other"]
+    own = ToolRegistry([tool("put")], resources={Shelf: shelf}, session=session)
+    tracker.begin_tool_execution(tool_use_id="4", tool_name="edit")
+    assert own.execute("put", {"name": "part of it"}).success  # on the same session: no wait
+    assert tracker.end_tool_execution(tool_use_id="4", success=False)
+    assert shelf.items == ["other"]
     tracker.begin_tool_execution(tool_use_id="3", tool_name="edit")
     del tracker  # its end is never reported
     gc.collect()

@@ -166,8 +166,9 @@ class Surroundings:
             return self.parent.around.holder
         if self.entered is None:
             inside = None if self.made_in is None else self.made_in.lineage[0].around.entered
+            outer = _block_under_way.get() or self.session.holder
             with _opening:
-                self.entered = self.entered or Holder(_block_under_way.get(), inside)
+                self.entered = self.entered or Holder(outer, inside)
             self.entered.passed = self.session.gate
         # In a block by hand, everything is held until the block ends: it may roll back.
         return self.entered.root
@@ -584,7 +585,7 @@ class Transaction:
         if participant is not None and participant.in_place:
             if not self.at_place:
                 self.needs_place = True
-            elif self.gated and not self.around.holder.try_enter(_gate_of((name, participant))):
+            elif self.gated and not self._live_holder().try_enter(_gate_of((name, participant))):
                 self._late = (*self._late, (name, participant))
             else:
                 self._take_part(name, participant)
@@ -594,7 +595,7 @@ class Transaction:
         if not self.at_place or not self.gated:
             return
         late = in_gate_order((*in_place, *self._late))
-        holder = self.around.holder
+        holder = self._live_holder()
         for each in late:
             try:
                 self._enter_late(holder, _gate_of(each))
@@ -605,6 +606,13 @@ class Transaction:
                 raise _too_late() from None
             self._take_part(*each)
         self._covered, self._late = in_place, ()
+
+    def _live_holder(self) -> Holder:
+        """Return what holds the gates; raises ViewClosed to an abandoned handler."""
+        holder = self.around.holder
+        # In this order: what is there before the call ends is closed with it.
+        self.lineage[0].check_open()
+        return holder
 
     def _enter_late(self, holder: Holder, gate: ObjectGate) -> None:
         if holder.try_enter(gate):
@@ -1017,14 +1025,15 @@ class PendingToolTracker:
             raise ValueError(f"tool use {tool_use_id!r} has begun already")
         resolver, is_first = _watchable(self._resources), not self._pending
         if is_first:
-            self._holder = _new_holder()
+            # For calls on the same session, too: they may be part of what the tool does.
+            self._holder = self._session.holder = _new_holder()
         assert self._holder is not None
         try:
             self._holder.enter([_gate_of(each) for each in _in_place(resolver)])
             snapshot = _create_snapshot(self._session, resolver, f"tool:{tool_name}", self._holder)
         except BaseException:
             if is_first:
-                self._holder.close()
+                self._leave()
             raise
         self._pending[tool_use_id] = (tool_name, snapshot)
 
@@ -1048,8 +1057,8 @@ class PendingToolTracker:
                 _logger.info("tool %s was rolled back with an earlier one", tool_name)
             return True
         finally:
-            if not self._pending and self._holder is not None:
-                self._holder.close()
+            if not self._pending:
+                self._leave()
 
     def abort_all(self) -> tuple[str, ...]:
         """Roll back every pending tool, the newest first; returns their ids."""
@@ -1058,7 +1067,13 @@ class PendingToolTracker:
             self.end_tool_execution(tool_use_id=tool_use_id, success=False)
         return aborted
 
-    def __del__(self) -> None:
-        holder: Holder | None = getattr(self, "_holder", None)
+    def _leave(self) -> None:
+        holder = self._holder
         if holder is not None:
-            holder.close()  # the end of a tool use may never be reported
+            holder.close()
+            if self._session.holder is holder:
+                self._session.holder = None
+
+    def __del__(self) -> None:
+        if "_holder" in self.__dict__:
+            self._leave()  # the end of a tool use may never be reported
