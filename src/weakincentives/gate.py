@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -442,6 +442,10 @@ class Holder:
         owner = gate.owner
         return owner is not None and (owner is self or owner.root is self.root)
 
+    @property
+    def holds_any(self) -> bool:
+        return any(gate.owner is self for gate in self.gates)
+
     def try_enter(self, gate: ObjectGate) -> bool:
         """Enter a gate if that is possible without waiting."""
         if self.holds(gate):
@@ -449,19 +453,22 @@ class Holder:
         self.gates.append(gate)  # first: then an interrupt cannot leave it taken
         return gate.take(self)
 
-    def enter(self, gates: Iterable[ObjectGate], deadline: Deadline | None = None) -> None:
+    def enter(self, gates: Sequence[ObjectGate], deadline: Deadline | None = None) -> None:
         """Enter gates, blocking the thread.
 
         Raises:
             InUse: The calls inside wait for us, or need the event loop that is running here.
             TooLate: The deadline passed.
         """
-        for gate in gates:
-            if not self.try_enter(gate):
-                self._note_wait(gate)
+        rest, held_before = list(gates), self.holds_any
+        while rest:
+            if self.try_enter(rest[0]):
+                del rest[0]
+            elif self._may_wait(rest, gates, held_before):
+                gate = rest[0]
+                ticket = gate.turn(deadline)
+                take = ticket.take = partial(gate.take, self, in_line=True)
                 try:
-                    ticket = gate.turn(deadline)
-                    take = ticket.take = partial(gate.take, self, in_line=True)
                     with ticket:
                         while not take():
                             gate.wait(ticket)
@@ -469,16 +476,36 @@ class Holder:
                     self._note_end(gate)
 
     async def enter_on_loop(
-        self, gates: Iterable[ObjectGate], deadline: Deadline | None = None
+        self, gates: Sequence[ObjectGate], deadline: Deadline | None = None
     ) -> None:
         """Enter gates without blocking the running event loop; raises like ``enter``."""
-        for gate in gates:
-            if not self.try_enter(gate):
-                self._note_wait(gate)
+        rest, held_before = list(gates), self.holds_any
+        while rest:
+            if self.try_enter(rest[0]):
+                del rest[0]
+            elif self._may_wait(rest, gates, held_before):
+                gate = rest[0]
                 try:
                     await gate.queue(partial(gate.take, self, in_line=True), deadline)
                 finally:
                     self._note_end(gate)
+
+    def _may_wait(
+        self, rest: list[ObjectGate], gates: Sequence[ObjectGate], held_before: bool
+    ) -> bool:
+        """Note that we wait for the first one. False: we begin anew, and wait for that one first.
+
+        Then nobody waits for us, because we hold nothing else.
+        """
+        try:
+            self._note_wait(rest[0])
+        except InUse as error:
+            if held_before or not error.may_end or self.outer is not None:
+                raise
+            self.leave()
+            rest[:] = [error.gate, *(gate for gate in gates if gate is not error.gate)]
+            return False
+        return True
 
     def leave(self) -> None:
         """Leave all gates. May be called again."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -44,7 +45,6 @@ from weakincentives.runtime import (
     tool_transaction,
 )
 
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
 WAIT = 60
 """Seconds to wait for what must happen."""
 
@@ -746,8 +746,13 @@ def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
     """Run works at once, each in a thread of its own; return what they return."""
     results: list[Any] = [None] * len(works)
 
+    failures: list[BaseException] = []
+
     def run(index: int) -> None:
-        results[index] = works[index]()
+        try:
+            results[index] = works[index]()
+        except BaseException as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
     for thread in threads:
@@ -755,6 +760,8 @@ def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
     for thread in threads:
         thread.join(WAIT)
         assert not thread.is_alive()
+    if failures:
+        raise failures[0]
     return results
 
 
@@ -904,3 +911,101 @@ def test_a_block_and_a_call_that_wait_for_each_other_both_end(
     assert results[0].failure.code == "CONFLICT"
     assert shelf.items == ["inside"]
     assert is_free(shelf)
+
+
+# All of it at once
+
+
+class Third(Shelf):
+    """And another one."""
+
+
+KINDS: tuple[type[Shelf], ...] = (Shelf, Other, Third)
+
+
+def changing(kinds: list[type[Shelf]], *, nested: bool, on_loop: bool) -> Callable[..., Any]:
+    """Return a handler that changes some objects, itself or in nested calls."""
+
+    def change(params: Item, context: ToolContext) -> None:
+        for kind in kinds:
+            found = context.resources.get(kind)
+            items = [*found.items, params.name]
+            time.sleep(0)
+            found.items[:] = items
+
+    def end(params: Item) -> ToolResult[None]:
+        return ToolResult.error("no", code="MEANT") if params.fails else ToolResult.ok(None)
+
+    def inner(params: Item, *, context: ToolContext) -> ToolResult[None]:
+        change(params, context)
+        return end(params)
+
+    def handler(params: Item, *, context: ToolContext) -> ToolResult[None]:
+        if not nested:
+            return inner(params, context=context)
+        call = tool("inner", inner)
+        done = call(Item(params.name), context=context)
+        call(Item("never", fails=True), context=context)
+        if done.failure is not None:
+            return ToolResult.error("no", code=done.failure.code)
+        return end(params)
+
+    async def on_a_loop(params: Item, *, context: ToolContext) -> ToolResult[None]:
+        change(params, context)
+        await asyncio.sleep(0)
+        return end(params)
+
+    return on_a_loop if on_loop else handler
+
+
+def mixed_round(seed: int) -> None:
+    """Calls of all kinds on three objects; exactly the committed ones are there."""
+    objects = {kind: kind() for kind in KINDS}
+    committed: dict[type[Shelf], list[str]] = {kind: [] for kind in KINDS}
+
+    def work(number: int) -> None:
+        random = Random(f"{seed} {number}")
+        for index in range(4):
+            kinds = random.sample(KINDS, random.randint(1, 3))
+            handler = changing(kinds, nested=random.random() < 0.3, on_loop=random.random() < 0.4)
+            made = tool("change", handler, reach=random.choice([None, "reversible"]))
+            resources = {
+                kind: Binding(kind, lambda r, it=objects[kind]: it)
+                if random.random() < 0.5
+                else objects[kind]
+                for kind in kinds
+            }
+            arguments = {"name": f"{number}.{index}", "fails": random.random() < 0.5}
+            tools = ToolRegistry([made], resources=resources)
+            way = random.choice(["sync", "async", "block", "undone block"])
+            if way == "async":
+                result = asyncio.run(tools.aexecute("change", arguments))
+            elif way == "sync":
+                result = tools.execute("change", arguments)
+            else:
+                own = {kind: objects[kind] for kind in kinds}
+                with suppress(LookupError), tool_transaction(Session(), own):
+                    result = tools.execute("change", arguments)
+                    if way == "undone block":
+                        raise LookupError
+            if result.failure is not None:
+                assert result.failure.code in ("MEANT", "CONFLICT"), result.message
+            elif way != "undone block":
+                for kind in kinds:
+                    committed[kind].append(arguments["name"])
+
+    in_threads([lambda number=number: work(number) for number in range(10)])
+    for kind, found in objects.items():
+        assert sorted(found.items) == sorted(committed[kind]), f"seed {seed}"
+        assert is_free(found), f"seed {seed}"
+
+
+def test_calls_of_all_kinds_on_several_objects_lose_nothing():
+    for seed in range(3):
+        mixed_round(seed)
+
+
+@pytest.mark.heavy
+def test_calls_of_all_kinds_on_several_objects_lose_nothing_in_many_rounds():
+    for seed in range(400):
+        mixed_round(seed)
