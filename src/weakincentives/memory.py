@@ -682,7 +682,6 @@ def _covering(permission: str) -> tuple[str, ...]:
 class _Emitted:
     """An event that is published once."""
 
-    __holds_anything__ = True
     event: str
     payload: object
     published: bool = False

@@ -81,8 +81,9 @@ class _Route:
     """Whether the reducer adds the event itself, and nothing else."""
 
     def __post_init__(self) -> None:
-        holds_anything = getattr(self.slice_type, "__holds_anything__", False)
-        object.__setattr__(self, "refuses_changeable", not (self.is_log or holds_anything))
+        # Our own values never change, or are no state: child sessions, events to publish.
+        is_ours = self.slice_type.__module__.startswith("weakincentives.")
+        object.__setattr__(self, "refuses_changeable", not (self.is_log or is_ours))
         known = (_APPEND, append_all, replace_latest)
         object.__setattr__(self, "holds_events", self.reduce in known)
 
@@ -149,7 +150,6 @@ class _RolledBack(_Entry):
 class _Child:
     """A child session, in a slice so that a rollback removes the children of a call."""
 
-    __holds_anything__ = True
     session: Session
 
 
