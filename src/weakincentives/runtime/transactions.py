@@ -277,8 +277,8 @@ class Transaction:
     """The same, once it takes part with all of them."""
     _late: tuple[tuple[str, Participant], ...] = ()
     """Those that were built in the call and whose gate was not free."""
-    _ended: frozenset[int] = frozenset()
-    """The views that were merged or discarded, by identity."""
+    _ended: tuple[Participant, ...] = ()
+    """The views that were merged or discarded."""
     _failures: Mapping[str, str] = MappingProxyType({})
     """By name, what could not be undone."""
     _referenced: tuple[object, ...] = ()
@@ -572,7 +572,7 @@ class Transaction:
             in_place = [fork for fork in self.forks if fork[1].in_place]
             self._discard(in_place)
             self.forks = tuple(fork for fork in self.forks if fork not in in_place)
-            self._ended, self._entered, self._covered = frozenset(), (), ()
+            self._entered, self._covered = (), ()
             self.around.leave()
         return True
 
@@ -693,7 +693,7 @@ class Transaction:
     def merge(self, base: Participant, view: Participant) -> None:
         """Commit one view. It is not discarded afterwards, whatever becomes of the call."""
         base.merge(view)
-        self._ended |= {_identity(view)}
+        self._ended += (view,)
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
@@ -741,7 +741,7 @@ class Transaction:
     def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> None:
         """Undo what views have changed, each once."""
         for name, base, view in reversed(forks):
-            if _identity(view) in self._ended:
+            if any(view is ended for ended in self._ended):
                 continue
             try:
                 left = base.discard(view)
@@ -749,7 +749,7 @@ class Transaction:
                 left = (_failure(name, error),)
             if left:
                 self._failures = {**self._failures, name: "; ".join(left)}
-            self._ended |= {_identity(view)}  # last: an interrupted discard is repeated
+            self._ended += (view,)  # last: an interrupted discard is repeated
 
     def abandon(self, tool_name: str, has_ended: Callable[[], bool]) -> None:
         """Note a handler that goes on after its call has ended."""
