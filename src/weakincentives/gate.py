@@ -1,30 +1,43 @@
 """A gate for one call at a time: first come, first served, across threads and event loops.
 
-The gate of something that several processes share also takes a lock between processes.
+The gate of something that several processes share also takes a lock between processes. An object
+that calls change in place has an ``ObjectGate``; what may hold several of those is a ``Holder``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.deadlines import Deadline
-from weakincentives.errors import ViewClosed, WorkspaceLocked
+from weakincentives.errors import ViewClosed, WinkError, WorkspaceLocked
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-__all__ = ["Gate", "ProcessLock", "TooLate"]
+__all__ = [
+    "Gate",
+    "Holder",
+    "InUse",
+    "ObjectGate",
+    "ProcessLock",
+    "TooLate",
+    "gate_of",
+    "running_loop",
+]
 
 _logger = get_logger(__name__)
 
@@ -34,6 +47,16 @@ _LOOK_SECONDS = 10.0
 
 class TooLate(Exception):
     """The deadline passed before it was our turn."""
+
+
+class InUse(WinkError):
+    """Another call has an object to itself, and waiting for it here would never end."""
+
+    def __init__(self, message: str, gate: ObjectGate, *, may_end: bool) -> None:
+        super().__init__(message)
+        self.gate = gate
+        self.may_end = may_end
+        """Whether the wait ends if we wait elsewhere, holding nothing."""
 
 
 class Gate:
@@ -83,7 +106,7 @@ class Gate:
     @property
     def is_on_this_loop(self) -> bool:
         """Whether the call inside needs the event loop that is running here."""
-        return self.loop is not None and self.loop is _running_loop()
+        return self.loop is not None and self.loop is running_loop()
 
     def turn(self, deadline: Deadline | None = None) -> Ticket:
         """Return a ``with`` block that begins when it is our turn to take ``lock``."""
@@ -102,22 +125,8 @@ class Gate:
         if self.line or not self.lock.acquire(False):
             if may_join is not None and not self.line and may_join():
                 return False
-            ticket = Ticket(self, asyncio.Event(), deadline, loop)
-            try:
-                while not (first := self.is_first(ticket)) or not self.lock.acquire(False):
-                    if first and may_join is not None and may_join():
-                        self.leave(ticket)
-                        return False
-                    timer = loop.call_later(ticket.patience(), ticket.signal.set)
-                    try:
-                        await ticket.signal.wait()
-                    finally:
-                        timer.cancel()
-                        ticket.signal.clear()
-            except BaseException:  # cancelled, or too late
-                self.leave(ticket)
-                raise
-            self.leave(ticket)
+            if not await self.queue(partial(self.lock.acquire, False), deadline, may_join):
+                return False
         self.loop = loop
         if self.between is not None:
             try:
@@ -126,6 +135,35 @@ class Gate:
             except BaseException:
                 self.release()
                 raise
+        return True
+
+    async def queue(
+        self,
+        take: Callable[[], bool],
+        deadline: Deadline | None,
+        may_join: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Get in line on the running event loop until ``take`` succeeds; False: we may join."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(self, asyncio.Event(), deadline, loop)
+        try:
+            while not (first := self.is_first(ticket)) or not take():
+                if first and may_join is not None and may_join():
+                    self.leave(ticket)
+                    return False
+                timer = loop.call_later(ticket.patience(), ticket.signal.set)
+                try:
+                    await ticket.signal.wait()
+                finally:
+                    timer.cancel()
+                    ticket.signal.clear()
+                self.look_again(take)
+        except BaseException:  # cancelled, or too late
+            self.leave(ticket)
+            raise
+        self.leave(ticket)
         return True
 
     def release(self) -> None:
@@ -192,7 +230,7 @@ class Gate:
 
     def _place_of(self, ticket: Ticket) -> int:
         """Return where a ticket goes: last, but before those of a loop that it would block."""
-        loop = None if ticket.loop is not None else _running_loop()
+        loop = None if ticket.loop is not None else running_loop()
         if loop is not None:
             for place, each in enumerate(self.line):
                 if each.loop is loop:
@@ -203,7 +241,7 @@ class Gate:
         """Take a ticket out of the line; the next one may go."""
         with self._line_lock:
             self._remove(ticket)
-        if self.line and (self.joined is not None or not self.lock.locked()):
+        if self.line and (self.joined is not None or not self.locked()):
             self.wake_next()
 
     def _remove(self, ticket: Ticket) -> None:
@@ -212,28 +250,41 @@ class Gate:
 
     def wait(self, ticket: Ticket) -> None:
         """Block the thread until it is the ticket's turn and the gate is free."""
-        while not self.is_first(ticket) or self.lock.locked():
+        while not self.is_first(ticket) or self.locked():
             if self.is_on_this_loop:
-                raise RuntimeError(
-                    "another call is under way on this session, and waiting for it here would "
-                    "stop the event loop it needs: await aexecute_tool(...) or tool.acall(...) "
-                    "instead"
-                )
-            if not self.lock.locked():
+                raise self.unreachable()
+            if not self.locked():
                 self.wake_next()
             patience = ticket.patience()
             if not ticket.signal.wait(patience) and patience == _LOOK_SECONDS:
                 _logger.warning(
-                    "still waiting for another call on the same session to end; if that call waits "
-                    "for this one, pass its context on: tool(params, context=context)"
+                    "still waiting for another call on the same %s to end; if that call waits "
+                    "for this one, pass its context on: tool(params, context=context)",
+                    self.subject_name,
                 )
             ticket.signal.clear()
+            self.look_again(ticket.take)
+
+    def look_again(self, take: Callable[[], bool] | None) -> None:
+        """Called now and then by one that waits to ``take`` it; may raise."""
+
+    @property
+    def subject_name(self) -> str:
+        """What the gate is for, in messages."""
+        return "session"
+
+    def unreachable(self) -> Exception:
+        """Return the error of a sync call that would stop the loop of the call it waits for."""
+        return RuntimeError(
+            f"another call is under way on this {self.subject_name}, and waiting for it here would "
+            "stop the event loop it needs: await aexecute_tool(...) or tool.acall(...) instead"
+        )
 
 
 class Ticket:
     """A place in line; in a ``with`` block, until the block ends."""
 
-    __slots__ = ("_deadline", "_gate", "loop", "signal")
+    __slots__ = ("_deadline", "_gate", "loop", "signal", "take")
 
     def __init__(
         self,
@@ -247,6 +298,8 @@ class Ticket:
         """A threading or an asyncio event."""
         self._deadline = deadline
         self.loop = loop
+        self.take: Callable[[], bool] | None = None
+        """What is tried when it is its turn, if that is known."""
 
     def wake(self) -> bool:
         """Signal that it may be its turn; False when its loop does not run."""
@@ -279,9 +332,246 @@ class Ticket:
         self._gate.leave(self)
 
 
-def _running_loop() -> AbstractEventLoop | None:
+def running_loop() -> AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, or None."""
     asyncio: Any = sys.modules.get("asyncio")  # not imported: then there is no loop
     return None if asyncio is None else asyncio._get_running_loop()
+
+
+# Objects that calls change in place
+
+_serials = itertools.count()
+_gates: WeakValueDictionary[int, ObjectGate] = WeakValueDictionary()
+_making = threading.Lock()
+_waiting = threading.Lock()
+_identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
+
+
+def gate_of(subject: object) -> ObjectGate:
+    """Return the one gate of an object; it is freed when nothing refers to it any more."""
+    with _making:
+        gate = _gates.get(_identity(subject))
+        if gate is None:
+            gate = _gates[_identity(subject)] = ObjectGate(subject)
+        return gate
+
+
+class ObjectGate(Gate):
+    """The gate of an object that calls change in place, whatever their session, thread or loop.
+
+    Who is inside is one attribute, so that an interrupt finds a gate that is taken or free.
+    """
+
+    __slots__ = ("__weakref__", "owner", "serial", "subject")
+
+    def __init__(self, subject: object) -> None:
+        super().__init__()
+        self.subject = subject
+        """Referenced, so that no other object can get its identity while there is a gate."""
+        self.owner: Holder | None = None
+        self.serial = next(_serials)
+        """Calls enter several gates in this order, so that no two wait for each other."""
+
+    def locked(self) -> bool:
+        return self.owner is not None
+
+    @property
+    def is_on_this_loop(self) -> bool:
+        owner = self.owner
+        loop = None if owner is None else owner.root.loop
+        return loop is not None and loop is running_loop()
+
+    @property
+    def subject_name(self) -> str:
+        return type(self.subject).__name__
+
+    def unreachable(self) -> Exception:
+        return InUse(str(super().unreachable()), self, may_end=False)
+
+    def look_again(self, take: Any) -> None:
+        take.args[0].check_wait(self)  # its holder
+
+    def take(self, holder: Holder, *, in_line: bool = False) -> bool:
+        """Enter if it is free, and if no one is in line before us."""
+        with self._line_lock:
+            if holder.is_closed:
+                raise ViewClosed("the call has ended")
+            if self.owner is None and (in_line or not self.line):
+                self.owner = holder
+        return self.owner is holder
+
+    def release_from(self, holder: Holder) -> None:
+        """Leave if the holder is inside, and wake the next in line. May be called again."""
+        with self._line_lock:
+            if self.owner is holder:
+                self.owner = None
+        if self.line and self.owner is None:
+            self.wake_next()
+
+
+class Holder:
+    """What holds the gates of objects: a call with all calls nested in it, or a block by hand.
+
+    Args:
+        outer: The block that this call is made in: what one of them holds, the other may enter.
+        inside: The call whose handler makes this one, which does not belong to it.
+    """
+
+    # Defaults on the class: every call on a shared object makes one, and few have to wait.
+    waits_for: tuple[ObjectGate, ...] = ()
+    """Several, if threads of a handler wait at once."""
+    loop: AbstractEventLoop | None = None
+    """The event loop that the call runs on."""
+    passed: Gate | None = None
+    """The gate of the session that the call is made on."""
+    waits_at: Gate | None = None
+    """The gate of a session that a call waits at which was made in this one, or in this block."""
+    is_closed = False
+
+    def __init__(self, outer: Holder | None = None, inside: Holder | None = None) -> None:
+        self.outer = outer
+        self.inside = inside
+        self.gates: list[ObjectGate] = []
+        """Those that it has entered, or is about to enter."""
+
+    @property
+    def root(self) -> Holder:
+        return self if self.outer is None else self.outer.root
+
+    def holds(self, gate: ObjectGate) -> bool:
+        owner = gate.owner
+        return owner is not None and (owner is self or owner.root is self.root)
+
+    @property
+    def holds_any(self) -> bool:
+        return any(gate.owner is self for gate in self.gates)
+
+    def try_enter(self, gate: ObjectGate) -> bool:
+        """Enter a gate if that is possible without waiting."""
+        if self.holds(gate):
+            return True
+        self.gates.append(gate)  # first: then an interrupt cannot leave it taken
+        return gate.take(self)
+
+    def enter(self, gates: Sequence[ObjectGate], deadline: Deadline | None = None) -> None:
+        """Enter gates, blocking the thread.
+
+        Raises:
+            InUse: The calls inside wait for us, or need the event loop that is running here.
+            TooLate: The deadline passed.
+        """
+        rest, held_before = list(gates), self.holds_any
+        while rest:
+            if self.try_enter(rest[0]):
+                del rest[0]
+            elif self._may_wait(rest, gates, held_before):
+                gate = rest[0]
+                ticket = gate.turn(deadline)
+                take = ticket.take = partial(gate.take, self, in_line=True)
+                try:
+                    with ticket:
+                        while not take():
+                            gate.wait(ticket)
+                finally:
+                    self._note_end(gate)
+
+    async def enter_on_loop(
+        self, gates: Sequence[ObjectGate], deadline: Deadline | None = None
+    ) -> None:
+        """Enter gates without blocking the running event loop; raises like ``enter``."""
+        rest, held_before = list(gates), self.holds_any
+        while rest:
+            if self.try_enter(rest[0]):
+                del rest[0]
+            elif self._may_wait(rest, gates, held_before):
+                gate = rest[0]
+                try:
+                    await gate.queue(partial(gate.take, self, in_line=True), deadline)
+                finally:
+                    self._note_end(gate)
+
+    def _may_wait(
+        self, rest: list[ObjectGate], gates: Sequence[ObjectGate], held_before: bool
+    ) -> bool:
+        """Note that we wait for the first one. False: we begin anew, and wait for that one first.
+
+        Then nobody waits for us, because we hold nothing else.
+        """
+        try:
+            self._note_wait(rest[0])
+        except InUse as error:
+            if held_before or not error.may_end or self.outer is not None:
+                raise
+            self.leave()
+            rest[:] = [error.gate, *(gate for gate in gates if gate is not error.gate)]
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Leave all gates. May be called again."""
+        for gate in reversed(self.gates):
+            gate.release_from(self)
+        self.gates.clear()
+
+    def close(self) -> None:
+        """Leave all gates for good: a thread of an abandoned handler enters none any more."""
+        self.is_closed = True
+        self.leave()
+
+    def check_wait(self, gate: ObjectGate) -> None:
+        """Raise InUse if a call inside waits for the session that we keep from it."""
+        with _waiting:
+            for owner in _owners(gate):
+                if owner.waits_at is not None and owner.waits_at is self.root.passed:
+                    name = gate.subject_name
+                    raise InUse(
+                        f"another call is using {name}, and waits for this session. Try again",
+                        gate,
+                        may_end=False,
+                    )
+
+    def _note_end(self, gate: ObjectGate) -> None:
+        with _waiting:
+            waits_for = list(self.root.waits_for)
+            waits_for.remove(gate)
+            self.root.waits_for = tuple(waits_for)
+
+    def _note_wait(self, gate: ObjectGate) -> None:
+        """Note that we wait; raise InUse if the call inside waits for us, directly or not."""
+        name = gate.subject_name
+        ours: set[Holder] = {self.root}
+        around = self.root.inside
+        while around is not None:
+            ours.add(around.root)
+            around = around.root.inside
+        with _waiting:
+            found = _owners(gate)
+            if found and found[0] is not self.root and found[0] in ours:
+                raise InUse(
+                    f"the call under way holds the {name} of this call: pass on its context, as in "
+                    "tool(params, context=context)",
+                    gate,
+                    may_end=False,
+                )
+            if not ours.isdisjoint(found):
+                raise InUse(
+                    f"another call is using {name}, and waits for this one. Try again",
+                    gate,
+                    may_end=self.root.inside is None,
+                )
+            self.root.waits_for += (gate,)
+
+
+def _owners(gate: ObjectGate) -> list[Holder]:
+    """Return the roots of what is inside a gate, and of what is inside those that it waits for."""
+    found: list[Holder] = []
+    owners = [gate.owner]
+    while owners:
+        owner = owners.pop()
+        if owner is not None and owner.root not in found:
+            found.append(owner.root)
+            owners += (each.owner for each in owner.root.waits_for)
+    return found
 
 
 # Between processes

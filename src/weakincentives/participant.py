@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weakincentives.errors import ReadOnlyView, ViewClosed
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, ObjectGate, gate_of
 from weakincentives.logs import get_logger
 
 __all__ = ["Adapted", "Participant", "can_fork", "participant_for"]
@@ -37,6 +37,9 @@ class Participant:
     def gate(self) -> Gate | None:
         """The gate that a call holds from start to end, if only one call at a time can run."""
         return None
+
+    object_gate: ObjectGate | None = None
+    """If calls change the object itself: the gate that a call is in while it takes part with it."""
 
     @property
     def exposed(self) -> Any:
@@ -140,9 +143,11 @@ class Adapted(Participant):
 
     _token: object = None
 
-    def __init__(self, resource: Any, *, in_place: bool) -> None:
+    def __init__(self, resource: Any, *, in_place: bool, gate: ObjectGate | None = None) -> None:
         self._resource = resource
         self.in_place = in_place
+        if in_place:
+            self.object_gate = gate or gate_of(resource)
 
     @property
     def exposed(self) -> Any:
@@ -157,7 +162,7 @@ class Adapted(Participant):
     def fork(self) -> Self:
         if not self.in_place:
             return type(self)(self._resource.fork(), in_place=False)
-        view = type(self)(self._resource, in_place=True)
+        view = type(self)(self._resource, in_place=True, gate=self.object_gate)
         view._token = self._resource.snapshot()
         return view
 

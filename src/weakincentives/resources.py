@@ -30,7 +30,7 @@ from weakincentives.errors import (
     UnboundResource,
     VisibilityExpansionRequired,
 )
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, ObjectGate
 from weakincentives.participant import Participant, participant_for
 
 __all__ = [
@@ -451,7 +451,10 @@ class ResourceContext(_Lifetime):
     """
 
     in_place: _Participants = ()
-    """The ``participants`` that cannot fork, so that calls change them in place."""
+    """The ``participants`` that cannot fork, so that calls change them in place; in the order in
+    which calls enter their gates."""
+    object_gates: tuple[ObjectGate, ...] = ()
+    """The gates of those changed in place, in their order."""
     gates: tuple[Gate, ...] = ()
     """The gates of resources that only one call at a time can use, whatever its session."""
 
@@ -472,7 +475,8 @@ class ResourceContext(_Lifetime):
 
     def _set_participants(self, participants: _Participants) -> None:
         self._participants = participants
-        self.in_place = tuple(each for each in participants if each[1].in_place)
+        self.in_place = in_gate_order(participants)
+        self.object_gates = tuple(cast("ObjectGate", each.object_gate) for _, each in self.in_place)
         gates = (participant.gate for _, participant in participants)
         # In one order everywhere, so that no two calls wait for each other.
         found = (gate for gate in gates if gate is not None)
@@ -560,6 +564,12 @@ class _Resolver:
         """The instance is built: later requests through this resolver belong to no chain."""
         self._chain = ()
         self._returned.clear()
+
+
+def in_gate_order(participants: Iterable[tuple[str, Participant]]) -> _Participants:
+    """Return those that calls change in place, in the order in which calls enter their gates."""
+    found = [each for each in participants if each[1].in_place]
+    return tuple(sorted(found, key=lambda each: cast("ObjectGate", each[1].object_gate).serial))
 
 
 _NO_BINDINGS = ResourceRegistry.of()

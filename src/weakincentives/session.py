@@ -13,7 +13,7 @@ import math
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 from weakref import WeakSet, ref
 
 from weakincentives.call import current_view, new_id, transaction_under_way
@@ -27,7 +27,8 @@ from weakincentives.errors import (
     ViewClosed,
 )
 from weakincentives.events import Dispatcher, PromptRendered, ToolInvoked
-from weakincentives.gate import Gate
+from weakincentives.frozen import changeable, refused_class
+from weakincentives.gate import Gate, Holder
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
 from weakincentives.slices import (
@@ -35,8 +36,10 @@ from weakincentives.slices import (
     Reducer,
     Slice,
     SlicePolicy,
+    append_all,
     declared_policy,
     declared_reducers,
+    replace_latest,
 )
 
 T = TypeVar("T")
@@ -72,6 +75,17 @@ class _Route:
     slice_type: type
     reduce: Reducer[Any]
     is_log: bool
+    refuses_changeable: bool = field(init=False)
+    """Whether values that can be changed in place are refused: a rollback restores the slice."""
+    holds_events: bool = field(init=False)
+    """Whether the reducer adds the event itself, and nothing else."""
+
+    def __post_init__(self) -> None:
+        # Our own values never change, or are no state: child sessions, events to publish.
+        is_ours = self.slice_type.__module__.startswith("weakincentives.")
+        object.__setattr__(self, "refuses_changeable", not (self.is_log or is_ours))
+        known = (_APPEND, append_all, replace_latest)
+        object.__setattr__(self, "holds_events", self.reduce in known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +217,8 @@ class _Wiring:
     lock: Any = field(default_factory=RLock)
     gate: Gate = field(default_factory=Gate)
     """Held by the current call: calls on one session run one after the other."""
+    holder: Holder | None = None
+    """What holds the gates of objects for tools that another program runs in this session."""
     by_call: dict[str, ToolInvoked] = field(default_factory=dict[str, ToolInvoked])
     """The newest record of each call, of the records that ``indexed`` holds."""
     indexed: Slice[ToolInvoked] = EMPTY
@@ -244,6 +260,9 @@ class _Wiring:
                     f"the slice of {slice_type.__name__} cannot become {policy.name}: "
                     "it is not empty"
                 )
+            instead = None if is_log else refused_class(slice_type)
+            if instead is not None:
+                _refuse(slice_type, f"{slice_type.__name__}: {instead}")
             present = self.routes.get(event_type, ())
             if not present and self.policy(event_type) is SlicePolicy.LOG:
                 # An event of a LOG type stays in its own slice, too.
@@ -623,6 +642,15 @@ class Session(Participant):
     def gate(self) -> Gate | None:
         """The gate of the calls on this session; None for a view, whose call has passed it."""
         return None if self._base is not None else self._wiring.gate
+
+    @property
+    def holder(self) -> Holder | None:
+        """What has objects to itself for tools that another program runs in this session."""
+        return self._wiring.holder
+
+    @holder.setter
+    def holder(self, holder: Holder | None) -> None:
+        self._wiring.holder = holder
 
     @property
     def depth(self) -> int:
@@ -1184,7 +1212,21 @@ def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
         raise ReducerError(
             f"{what} failed: {type(error).__name__}: {error}; no slice was changed"
         ) from error
-    return slices if following is current else {**slices, slice_type: following}
+    if following is current:
+        return slices
+    if route.refuses_changeable:
+        for value in (event,) if route.holds_events else following.not_in(current):
+            found = changeable(value)
+            if found is not None:
+                _refuse(slice_type, found)
+    return {**slices, slice_type: following}
+
+
+def _refuse(slice_type: type, found: str) -> NoReturn:
+    raise SessionError(
+        f"session[{slice_type.__name__}] cannot hold a value that can be changed in place, "
+        f"because no rollback could restore it: {found}"
+    )
 
 
 def _method_reducer(

@@ -165,6 +165,26 @@ class Slice(Generic[T]):
                 break
         return shared
 
+    def not_in(self, other: Slice[T]) -> Iterator[T]:
+        """Yield the values that another slice does not have, at least.
+
+        Costs what this slice does not share with the other, and the newest values.
+        """
+        if len(self._tail) < 3:  # most slices that a reducer makes have one value
+            yield from (item for item in self._tail if item is not other.latest())
+        else:
+            known = set(map(id, other._tail))
+            yield from (item for item in self._tail if id(item) not in known)
+        mine, theirs = self._full, other._full
+        if mine is not None and mine[1] is other._tail:
+            mine = mine[0]
+        while mine is not None and mine is not theirs:
+            mine, chunk = mine
+            theirs, older = (None, ()) if theirs is None else theirs
+            if chunk is not older:
+                known = set(map(id, older))
+                yield from (item for item in chunk if id(item) not in known)
+
     def _older_than(self, newer: int) -> tuple[_Chunks[T], Sequence[T]]:
         """Return the full chunks without the newest ones, and the values that come next."""
         rest: _Chunks[T] = self._full

@@ -19,6 +19,7 @@ from small_world import Noted, Plan, Step, World, make_tool, raising
 import weakincentives
 from chance import STRIDE
 from weakincentives.filesystem import HostFilesystem
+from weakincentives.gate import gate_of
 from weakincentives.prompt import (
     PolicyDecision,
     QuotaPolicy,
@@ -145,6 +146,7 @@ def check(world: World, scenario: str, error: BaseException | None, line: int) -
     gate = world.session.gate
     assert gate is not None
     assert not gate.locked(), where
+    assert not gate_of(world.counter).locked(), where
 
 
 @pytest.mark.heavy

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from small_world import AddStep, Counter, Noted, Plan, Step, World, changing_everything
 
 import weakincentives as wink
 from weakincentives.errors import SnapshotExpired
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
-from weakincentives.prompt import ToolContext
+from weakincentives.prompt import Tool, ToolContext, ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
+from weakincentives.retry import RetryPolicy
 from weakincentives.runtime import (
     PendingToolTracker,
     Session,
+    ToolRegistry,
     create_snapshot,
     restore_snapshot,
     tool_transaction,
@@ -281,3 +285,102 @@ def test_a_resource_of_a_user_that_can_fork_is_forked_merged_and_forgotten():
 
     assert basket.items == ("outer", "inner")
     assert "Basket" in result.metadata.undone
+
+
+class Ledgerlike:
+    """A resource with views that notes how each of them ended."""
+
+    def __init__(self, ended: list[str], name: str = "base") -> None:
+        self.ended, self.name, self.value = ended, name, 0
+
+    def snapshot(self) -> int:
+        return self.value
+
+    def restore(self, token: int) -> None:
+        self.value = token
+
+    def fork(self) -> Ledgerlike:
+        view = Ledgerlike(self.ended, f"view of {self.name}")
+        view.value = self.value
+        return view
+
+    def merge(self, view: Ledgerlike) -> None:
+        self.ended.append(f"{view.name} merged")
+        self.value = view.value
+
+    def discard(self, view: Ledgerlike) -> None:
+        self.ended.append(f"{view.name} discarded")
+
+
+class Stubborn(Ledgerlike):
+    """One that can't be merged."""
+
+    def merge(self, view: Ledgerlike) -> None:
+        raise RuntimeError("not now")
+
+
+class TestViews:
+    """`merge` or `discard` is called exactly once for each fork."""
+
+    def test_a_call_that_succeeds_merges_its_view_once(self):
+        ended: list[str] = []
+        tools = ToolRegistry([_using(Ledgerlike)], resources={Ledgerlike: Ledgerlike(ended)})
+        assert tools.execute("use", {"name": "a"}).success
+        assert ended == ["view of base merged"]
+
+    @pytest.mark.parametrize("how", ["answers", "raises", "is retried", "is interrupted"])
+    def test_a_call_that_fails_discards_its_view_once(self, how: str):
+        ended: list[str] = []
+        retry = RetryPolicy(max_retries=1) if how == "is retried" else None
+        tools = ToolRegistry(
+            [_using(Ledgerlike, how, retry=retry)], resources={Ledgerlike: Ledgerlike(ended)}
+        )
+        if how == "is interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                tools.execute("use", {"name": "a"})
+        else:
+            assert not tools.execute("use", {"name": "a"}).success
+        assert ended == ["view of base discarded"] * (2 if retry else 1)
+
+    def test_a_nested_call_and_the_call_around_it_end_their_own_views(self):
+        ended: list[str] = []
+        inner = _using(Ledgerlike)
+
+        def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+            inner(Step("a"), context=context)
+            return ToolResult.error("no")
+
+        outer = Tool[Step, None](name="outer", description="Uses.", handler=handler)
+        tools = ToolRegistry([outer], resources={Ledgerlike: Ledgerlike(ended)})
+        assert not tools.execute("outer", {"name": "a"}).success
+        assert ended == ["view of view of base merged", "view of base discarded"]
+
+    def test_a_commit_that_fails_halfway_discards_only_what_was_not_merged(self):
+        """What was merged is restored; it is not discarded as well."""
+        ended: list[str] = []
+        one, other = Ledgerlike(ended, "one"), Stubborn(ended, "other")
+        tools = ToolRegistry(
+            [_using(Ledgerlike, "", Stubborn)], resources={Ledgerlike: one, Stubborn: other}
+        )
+        assert not tools.execute("use", {"name": "a"}).success
+        assert ended == ["view of one merged", "view of other discarded"]
+        assert (one.value, other.value) == (0, 0)
+
+
+def _using(*kinds: Any, retry: Any = None) -> Tool[Step, None]:
+    """Return a tool that changes resources, then ends in some way."""
+    how = next((each for each in kinds if isinstance(each, str)), "")
+
+    def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        for kind in kinds:
+            if isinstance(kind, type):
+                context.resources.get(kind).value += 1
+        if how == "raises":
+            raise ValueError("no")
+        if how == "is interrupted":
+            raise KeyboardInterrupt
+        return ToolResult.error("no") if how else ToolResult.ok(None)
+
+    return Tool[Step, None](
+        name="use", description="Uses.", handler=handler, retry=retry, reach="reversible"
+    )

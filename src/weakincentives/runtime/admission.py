@@ -30,12 +30,14 @@ async def check_policies(
     by all policies that ask nobody.
     """
     tool, params, transaction.policies = offer.tool, transaction.params, offer.names
-    policies, context = offer.policies, transaction.bound
+    policies, context, left = offer.policies, transaction.bound, False
     if again:
         policies = [policy for policy in policies if not policy.asks_a_person]
     elif editor is not None:
         policies = [policy for policy in policies if policy is not editor]
     for policy in policies:
+        if policy.asks_a_person:
+            left = transaction.leave_gates()  # an answer may take hours
         try:
             verdict = policy.check(tool, params, context=context)
             if verdict is ALLOWED:
@@ -62,6 +64,8 @@ async def check_policies(
             transaction.params = tool.parse(decision.arguments)
             transaction.edited = (answers.edited(tool, decision.arguments),)
             transaction.notes = (*transaction.notes, events.EDITED)
+            if left:
+                await transaction.enter_gates()
             await check_policies(transaction, offer, policy)
             return
         is_rewritten = decision.arguments is not None and policy is not editor
@@ -69,6 +73,8 @@ async def check_policies(
             # An approval is for exactly what was shown.
             reason = f"Policy '{policy.name}' wants other arguments than were approved"
             raise PolicyDenied(reason, policy=policy.name)
+    if left:
+        await transaction.enter_gates()
     if policies and policies[-1].asks_a_person:  # people come last
         await check_policies(transaction, offer, editor, again=True)
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from inspect import isawaitable
 from json import JSONDecodeError
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -31,10 +32,11 @@ from weakincentives.errors import (
 from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.filesystem.bypass import warn_once
 from weakincentives.filesystem.paths import shown
+from weakincentives.gate import InUse
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.signatures import show
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.transactions import NeedsItsPlace, Transaction
 from weakincentives.serde import dump
 from weakincentives.session import Session
@@ -49,6 +51,9 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_GRACE = 0.05
+"""Seconds for an async handler to end when it has timed out: then nothing is left that could change
+what was undone."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
 _MEMBERS_FIRST = 5.0
@@ -78,13 +83,16 @@ def refusal_of(error: Exception) -> Refusal:
 # The handler and what it returned
 
 
-async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
+async def run_handler(tool: Tool[Any, Any], transaction: Transaction) -> Any:
     """Run a handler within its limits: on the loop if it is async, else in a thread."""
     import asyncio
 
     from weakincentives.loops import ends_within, in_thread
 
     handler: Any = tool.handler
+    params, context = transaction.params, transaction.bound
+    loop = transaction.around.loop = asyncio.get_running_loop()
+    has_ended: list[bool] = []
 
     async def shielded() -> Any:
         # As a value: an interrupt raised inside a task would end the whole loop.
@@ -94,10 +102,22 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
         except (KeyboardInterrupt, SystemExit) as interrupt:
             return None, interrupt
 
+    def in_worker() -> Any:
+        try:
+            return handler(params, context=context), None
+        finally:
+            has_ended.append(True)
+
     if tool.is_async:
-        work: asyncio.Future[Any] = asyncio.get_running_loop().create_task(shielded())
+        work: asyncio.Future[Any] = loop.create_task(shielded())
     else:
-        work = in_thread(lambda: (handler(params, context=context), None))
+        work = in_thread(in_worker)
+
+    def abandon() -> None:
+        ended = work.done if tool.is_async else partial(bool, has_ended)
+        if not ended():
+            transaction.abandon(tool.name, ended)
+
     limit = tool.timeout
     if limit is not None and limit == getattr(handler, "longest", None):
         limit += _MEMBERS_FIRST
@@ -111,9 +131,13 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
         if tool.is_async:
             # Let it clean up; its session and files are still its own.
             await ends_within(5, work)
+        abandon()
         raise
     if not done:
         work.cancel()
+        if tool.is_async:
+            await ends_within(_GRACE, work)
+        abandon()
         if remaining is not None and limit == remaining:
             raise DeadlineExceededError(f"The deadline passed while tool '{tool.name}' ran")
         raise ToolTimeout(f"Tool '{tool.name}' timed out after {tool.timeout:g} s")
@@ -207,7 +231,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         return ToolResult(text, success=False, failure=failure)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")
-    if isinstance(error, MergeConflict):
+    if isinstance(error, (MergeConflict, InUse)):
         return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if raises_through(error):
         code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), None)
@@ -340,6 +364,8 @@ def complete(
         if parent is not None:  # once each: a call that conflicts at its commit comes here twice
             parent.nested_edits = tuple(dict.fromkeys((*parent.nested_edits, *edits)))
     notes, not_undone = transaction.notes, transaction.not_undone
+    if transaction.abandoned and result.success:  # an earlier attempt, or a nested call
+        notes += transaction.still_changing()[1]
     if transaction.bypassed is not None and (named := transaction.bypassed.named()):
         warn_once(call.name, named)
         if result.success:

@@ -18,7 +18,7 @@ from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer
-from weakincentives.runtime.transactions import Member, Transaction
+from weakincentives.runtime.transactions import Member, Surroundings, Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -132,10 +132,12 @@ def hand_over(transaction: Transaction, result: ToolResult[Any]) -> None:
 
 
 async def follow_up(
-    transaction: Transaction,
-    call: Callable[[ToolCall, Mapping[str, Offer]], Coroutine[Any, Any, object]],
+    transaction: Transaction, run_call: Callable[..., Coroutine[Any, Any, object]]
 ) -> None:
-    """Send the notifications and run the cascades that follow the commit."""
+    """Send the notifications and run the cascades that follow the commit.
+
+    Each cascade is a transaction of its own.
+    """
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
 
     transaction_under_way.set(None)
@@ -144,7 +146,13 @@ async def follow_up(
             if isinstance(effect, CascadeEffect) and not effect.triggers(result):
                 continue
             if isinstance(effect, CascadeEffect) and effect.apply is None:
-                await call(*cascaded(effect, result, transaction.around.offers))
+                request, offers = cascaded(effect, result, transaction.around.offers)
+                around = Surroundings(transaction.context, offers)
+                around.on_loop, depth = transaction.around.on_loop, transaction.depth + 1
+                try:
+                    await run_call(around, request, transaction.recorded, depth=depth)
+                finally:
+                    around.leave()
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:

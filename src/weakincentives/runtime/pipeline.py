@@ -8,9 +8,8 @@ all sync is stepped by hand, without an event loop.
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from weakincentives import events
@@ -44,10 +43,13 @@ def run_call(
 
 
 async def _run(transaction: Transaction) -> ToolResult[Any]:
+    waits = False
     while True:
         following: Transaction | None = None
         transaction_under_way.set(transaction)
         try:
+            if waits:
+                await transaction.enter_gates()
             offer = transaction.offer or await admit(transaction)
             tool = offer.tool
             transaction.open()
@@ -58,9 +60,13 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             if tool.reach == "read" or transaction.reads_only:
                 transaction.read_only()
             else:
-                transaction.take_snapshots(external=tool.writes == "external")
+                if transaction.resource_context.in_place:
+                    await transaction.enter_gates()
+                    transaction.take_snapshots()
+                if tool.writes == "external":
+                    transaction.expect_external()
             if transaction.around.on_loop:
-                answer = await answers.run_handler(tool, transaction.params, transaction.bound)
+                answer = await answers.run_handler(tool, transaction)
             else:
                 try:
                     answer = tool.handler(transaction.params, context=transaction.bound)  # type: ignore[misc]
@@ -85,13 +91,13 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             end(transaction)
         if following is None:
             break
-        transaction = following
+        transaction, waits = following, bool(following.around.enters_first)
     assert transaction.event is not None
     result = transaction.event.result
     if result.success and transaction.parent is not None:
         effects.hand_over(transaction, result)
     elif result.success and transaction.after_commit:
-        await effects.follow_up(transaction, partial(_cascade, transaction))
+        await effects.follow_up(transaction, run_call)
     return result
 
 
@@ -110,6 +116,8 @@ async def admit(transaction: Transaction) -> Offer:
     offer = transaction.around.offers.get(name) or answers.refuse_unknown(transaction)
     tool = transaction.tool = offer.tool
     transaction.params = tool.parse(transaction.params)
+    if transaction.resource_context.in_place and (offer.policies or tool.preconditions):
+        await transaction.enter_gates()  # nothing changes between the checks and the handler
     if offer.policies:
         await check_policies(transaction, offer)
     given = transaction.around.approval
@@ -176,12 +184,11 @@ def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> 
 async def undo(transaction: Transaction, error: BaseException) -> Transaction | None:
     """Undo an attempt. Return the next one, if any; otherwise record the call."""
     tool = transaction.tool
-    if transaction.is_open:
-        if transaction.members or (tool is not None and tool.effects):
-            await effects.roll_back_effects(transaction)
-        if transaction.in_order and await turn.is_outdated(transaction, error):
-            transaction.forget()
-            return transaction.re_run()
+    if transaction.is_open and (transaction.members or (tool is not None and tool.effects)):
+        await effects.roll_back_effects(transaction)
+    if await turn.is_to_be_re_run(transaction, error):
+        transaction.forget()
+        return transaction.re_run()
     result = answers.answer_to(transaction, error)
     wait = turn.wait_before_retry(transaction, result, error)
     if wait is not None:
@@ -216,7 +223,7 @@ def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
 
 
 def end(transaction: Transaction) -> None:
-    """Make sure that the call is settled, and hand out its record."""
+    """Make sure that the call is settled, leave its gates, and hand out its record."""
     error = sys.exc_info()[1]
     if not transaction.settled:
         why = error or RuntimeError("the call was not settled")
@@ -238,12 +245,3 @@ def end(transaction: Transaction) -> None:
                 for _, base, _ in transaction.forks:
                     if base.announces:
                         recorded.append(base.after_commit)
-
-
-async def _cascade(
-    transaction: Transaction, call: ToolCall, offers: Mapping[str, Offer]
-) -> ToolResult[Any]:
-    """Run a call that follows a commit, as a transaction of its own."""
-    around = Surroundings(transaction.context, offers)
-    around.on_loop = transaction.around.on_loop
-    return await run_call(around, call, transaction.recorded, depth=transaction.depth + 1)

@@ -42,7 +42,7 @@ def commit_saved(transaction: Transaction, record: object, saver: SavedSession) 
     views = transaction.views_to_merge()
     for _, base, view in views:
         if not base.journalled:
-            base.merge(view)
+            transaction.merge(base, view)
     on_disk = [(base, view) for _, base, view in views if base.journalled]
     with saver.encoding(transaction.call.id) as encoding:
 
@@ -69,12 +69,12 @@ def _write_record(
         ledger.answer(replace(outcome, files=files, redo="" if files else _text(encoding.redo())))
     for base, view in on_disk:
         if view is not holder:
-            base.merge(view)
+            transaction.merge(base, view)
     if holder is None:
         return
     base = next(base for base, view in on_disk if view is holder)
     holder.commit_with(encoding.redo)
-    base.merge(holder)
+    transaction.merge(base, holder)
     if ledger is not None and outcome is not None and not encoding.is_asked:
         ledger.answer(replace(outcome, redo=_text(encoding.redo())))
 

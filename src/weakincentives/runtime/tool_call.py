@@ -237,6 +237,8 @@ class Work(Surroundings, Generic[T]):
                 self.kept_out = kept_out.error
             return run(self.start)
         finally:
+            if self.entered is not None:
+                self.leave()
             self._publish()
 
     def _in_turn(self, gates: tuple[Gate, ...], run: Callable[..., T]) -> T:
@@ -247,14 +249,27 @@ class Work(Surroundings, Generic[T]):
         if gate.between is not None:
             work = partial(self._between, gate, gate.between, work)
         if gate.line or gate.lock.locked():
-            with gate.turn(self.context.deadline), gate.lock:
-                return work()
+            self._note_wait(gate)
+            try:
+                with gate.turn(self.context.deadline), gate.lock:
+                    return work()
+            finally:
+                self._note_wait(None)
         try:
             with gate.lock:
                 return work()
         finally:
             if gate.line:
                 gate.wake_next()
+
+    def _note_wait(self, gate: Gate | None) -> None:
+        """Note where a call waits that is made in another one's handler, or in a block by hand.
+
+        What is inside may wait for an object that those have to themselves.
+        """
+        under = self.made_under
+        if under is not None:
+            under.waits_at = gate
 
     def _between(self, gate: Gate, lock: ProcessLock, work: Callable[[], T]) -> T:
         """Work while we hold the gate's lock between processes."""
@@ -274,6 +289,8 @@ class Work(Surroundings, Generic[T]):
         try:
             return await self._ain_turn()
         finally:
+            if self.entered is not None:
+                self.leave()
             self._publish()
 
     async def _ain_turn(self) -> T:
@@ -287,11 +304,17 @@ class Work(Surroundings, Generic[T]):
             try:
                 may_join = None if call is None else self._may_join
                 for gate in gates:
+                    waits = gate.locked()
                     try:
+                        if waits:
+                            self._note_wait(gate)
                         is_inside = await gate.enter(deadline, may_join)
                     except (WinkError, OSError) as error:
                         self.kept_out = error
                         break
+                    finally:
+                        if waits:
+                            self._note_wait(None)
                     if not is_inside:
                         turn = gate.joined
                         break

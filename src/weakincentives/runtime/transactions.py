@@ -10,14 +10,22 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
-from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
+from weakincentives.errors import (
+    DeadlineExceededError,
+    ResourceError,
+    SnapshotExpired,
+    ViewClosed,
+    WinkError,
+)
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, Holder, InUse, ObjectGate, TooLate, running_loop
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
@@ -29,6 +37,7 @@ from weakincentives.resources import (
     Snapshotable,
     ToolScope,
     as_resolver,
+    in_gate_order,
 )
 from weakincentives.session import Session, Snapshot
 
@@ -54,6 +63,8 @@ _KNOWN_TO_RETRY = (
 )  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
+_block_under_way: ContextVar[Holder | None] = ContextVar("wink_block_under_way", default=None)
+"""What holds the gates of the innermost ``tool_transaction`` block."""
 NO_RESOURCES = ResourceRegistry.of().open()
 """For a context whose resources are of a class that is not ours."""
 
@@ -114,8 +125,17 @@ class Surroundings:
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
 
+    made_in: Transaction | None = None
+    """The transaction of a call whose handler makes this one, which does not belong to it."""
+
     approval: Approval | None = None
     """What a person has decided about the call elsewhere."""
+
+    loop: Any = None
+    """The event loop that it runs on, once its handler does."""
+
+    enters_first: tuple[ObjectGate, ...] = ()
+    """Gates that an attempt could not wait for: the next one enters them before anything else."""
 
     def __init__(self, context: ToolContext, offers: Mapping[str, Offer]) -> None:
         self.context = context
@@ -130,8 +150,43 @@ class Surroundings:
             view = parent.open().view(context.session)
             if parent.covers(view):
                 self.session, self.parent = view, parent
+            else:
+                self.made_in = parent
         self.resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
         self.recorded: list[Recorded] = []
+        self.entered: Holder | None = None
+        """What holds the gates of objects that are changed in place; a new one for each attempt."""
+
+    @property
+    def holder(self) -> Holder:
+        """What holds the gates of this call and of all calls nested in it."""
+        entered = self.entered
+        if entered is not None:
+            return entered if entered.outer is None else entered.root
+        if self.parent is not None:
+            return self.parent.around.holder
+        if self.entered is None:
+            inside = None if self.made_in is None else self.made_in.lineage[0].around.entered
+            outer = _block_under_way.get() or self.session.holder
+            with _opening:
+                self.entered = self.entered or Holder(outer, inside)
+            self.entered.passed = self.session.gate
+        # In a block by hand, everything is held until the block ends: it may roll back.
+        return self.entered.root
+
+    @property
+    def made_under(self) -> Holder | None:
+        """What holds gates meanwhile: the call whose handler makes this one, or a block by hand."""
+        if self.made_in is not None:
+            return self.made_in.around.holder
+        block = _block_under_way.get()
+        return None if block is None else block.root
+
+    def leave(self) -> None:
+        """Leave the gates of objects that are changed in place."""
+        if self.entered is not None:
+            self.entered.close()
+            self.entered = None
 
 
 class Transaction:
@@ -172,6 +227,8 @@ class Transaction:
     """The same, of the calls nested in it."""
     degraded: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
+    abandoned: tuple[tuple[str, Callable[[], bool]], ...] = ()
+    """The tools whose handlers did not end in time, nested ones too, and whether each has since."""
     bypassed: bypass.Bypassed | None = None
     """What it has changed in a workspace with plain file operations, in all its attempts."""
     compensated: bool | None = None
@@ -212,6 +269,20 @@ class Transaction:
     """What was forked for the call: its name, itself and the call's view of it."""
     views: dict[int, object] = {}  # noqa: RUF012  # replaced when the transaction is opened
     """The call's view of each object, by the object's identity."""
+    gated = True
+    """Whether it enters the gates of what it takes part with; not while a person is asked."""
+    in_use: InUse | None = None
+    """What it could not wait for: it is re-run, if it may be."""
+    _entered: tuple[tuple[str, Participant], ...] = ()
+    """Those of its context that are changed in place and whose gates it has entered."""
+    _covered: object = ()
+    """The same, once it takes part with all of them."""
+    _late: tuple[tuple[str, Participant], ...] = ()
+    """Those that were built in the call and whose gate was not free."""
+    _ended: tuple[Participant, ...] = ()
+    """The views that were merged or discarded."""
+    _failures: Mapping[str, str] = MappingProxyType({})
+    """By name, what could not be undone."""
     _referenced: tuple[object, ...] = ()
     _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
@@ -286,14 +357,16 @@ class Transaction:
 
     def re_run(self) -> Transaction:
         """Return this call from its start, to run on the state as it is now."""
-        assert self.place is not None
-        self.place.attempts += 1
+        if self.place is not None:
+            self.place.attempts += 1
         return self._again()
 
     def _again(self) -> Transaction:
         again = Transaction(self.around, self.call, self.recorded, self.place, self.depth)
         if self.bypassed is not None:
             again.bypassed = self.bypassed
+        if self.abandoned:
+            again.abandoned = self.abandoned
         return again
 
     # What a call works on
@@ -338,7 +411,10 @@ class Transaction:
         singleton = self.resource_context.instances.get(kind)
         instance = self.scope.get(kind) if singleton is None else singleton
         if not can_fork(instance):
-            self.check_place(self.resource_context.in_place)
+            in_place = self.resource_context.in_place
+            self.check_place(in_place)
+            if in_place is not self._covered or self._late:
+                self._take_part_late(in_place)
             return instance
         view = self.view(instance)
         if singleton is not None:
@@ -444,30 +520,126 @@ class Transaction:
         for _, _, view in self.forks:
             view.read_only = self.session.read_only
 
-    def take_snapshots(self, *, external: bool = False) -> None:
-        """Note the state of every resource that is changed in place.
+    def take_snapshots(self) -> None:
+        """Note the state of every resource that is changed in place and whose gate was entered."""
+        for name, participant in self._entered:
+            self._take_part(name, participant)
+        self._covered = self._entered
 
-        With ``external``, journalled ones expect changes by other programs.
+    def expect_external(self) -> None:
+        """Have journalled resources expect changes by other programs."""
+        for _, participant in self.participants:
+            if participant.journalled:
+                self.view(participant).expect_external()
+
+    async def enter_gates(self) -> None:
+        """Enter the gates of what the call takes part with from its start, in their order.
+
+        A call that only reads takes part with what it requests, when it does.
         """
-        if self.at_place:
-            for name, participant in self.resource_context.in_place:
-                self._take_snapshot(name, participant)
-        if external:
-            for _, participant in self.participants:
-                if participant.journalled:
-                    self.view(participant).expect_external()
+        around, context = self.around, self.resource_context
+        in_place, gates, self.gated = context.in_place, context.object_gates, True
+        only_reads = self.reads_only or (self.tool is not None and self.tool.reach == "read")
+        if only_reads or not self.at_place:
+            in_place, gates = (), ()
+        if around.enters_first:
+            every = {*around.enters_first, *gates}
+            gates = tuple(sorted(every, key=lambda gate: gate.serial))
+        if not gates:
+            return
+        holder, deadline = around.holder, self.context.deadline
+        try:
+            if around.on_loop:
+                holder.loop = running_loop()
+                await holder.enter_on_loop(gates, deadline)
+            else:
+                holder.enter(gates, deadline)
+        except InUse as error:
+            self._note_in_use(error)
+            raise
+        except TooLate:
+            raise _too_late() from None
+        self._entered = in_place
+
+    def leave_gates(self) -> bool:
+        """Leave all gates while a person is asked, as if the call had taken part with nothing.
+
+        Not those of a call that this one is nested in, which may have changed something: then
+        this returns False.
+        """
+        if self.parent is not None:
+            return False
+        self.gated = False
+        if self.around.entered is not None:
+            in_place = [fork for fork in self.forks if fork[1].in_place]
+            self._discard(in_place)
+            self.forks = tuple(fork for fork in self.forks if fork not in in_place)
+            self._entered, self._covered = (), ()
+            self.around.leave()
+        return True
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Note the state of a new resource before it is handed out."""
+        """Take part with a new resource before it is handed out; a provider may return a known one.
+
+        The lock of the context is held, so this must not wait for a gate.
+        """
         participant = participant_for(instance)
         if participant is not None and participant.in_place:
-            self._take_snapshot(name, participant)
+            if not self.at_place:
+                self.needs_place = True
+            elif self.gated and not self._live_holder().try_enter(_gate_of((name, participant))):
+                self._late = (*self._late, (name, participant))
+            else:
+                self._take_part(name, participant)
 
-    def _take_snapshot(self, name: str, participant: Participant) -> None:
-        if not self.at_place:
-            self.needs_place = True
-        elif not self.reads_only:
-            self.forks = (*self.forks, (name, participant, participant.fork_in_place()))
+    def _take_part_late(self, in_place: tuple[tuple[str, Participant], ...]) -> None:
+        """Take part with what is changed in place and was not there when the call began."""
+        if not self.at_place or not self.gated:
+            return
+        late = in_gate_order((*in_place, *self._late))
+        holder = self._live_holder()
+        for each in late:
+            try:
+                self._enter_late(holder, _gate_of(each))
+            except InUse as error:
+                self._note_in_use(error)
+                raise
+            except TooLate:
+                raise _too_late() from None
+            self._take_part(*each)
+        self._covered, self._late = in_place, ()
+
+    def _live_holder(self) -> Holder:
+        """Return what holds the gates; raises ViewClosed to an abandoned handler."""
+        holder = self.around.holder
+        # In this order: what is there before the call ends is closed with it.
+        self.lineage[0].check_open()
+        return holder
+
+    def _enter_late(self, holder: Holder, gate: ObjectGate) -> None:
+        if holder.try_enter(gate):
+            return
+        if self.around.on_loop and running_loop() is not None:
+            # To wait here would stop the event loop, perhaps the one that the call inside needs.
+            raise InUse(f"another call is using {gate.subject_name}. Try again", gate, may_end=True)
+        holder.loop = self.around.loop
+        holder.enter((gate,), self.context.deadline)
+
+    def _note_in_use(self, error: InUse) -> None:
+        """Have the outermost call re-run once the gate is free."""
+        for each in self.lineage:
+            each.in_use = error
+
+    def _take_part(self, name: str, participant: Participant) -> None:
+        """Note the state of a resource that is changed in place, unless that is done."""
+        if self.reads_only:
+            return
+        if self.parent is not None:  # which may be rolled back when this call has ended
+            self.parent._take_part(name, participant)
+        with self._lock:  # threads of a handler may come at the same time
+            exposed, forks = participant.exposed, self.forks
+            if not forks or not any(e[1].in_place and e[1].exposed is exposed for e in forks):
+                self.forks = (*self.forks, (name, participant, participant.fork_in_place()))
 
     def holds(self, records: Sequence[Recorded]) -> bool:
         """Hold the records of nested calls back until this one ends; False once it has ended."""
@@ -501,7 +673,7 @@ class Transaction:
             commit_saved(self, record, self.saver)
             return
         for _, base, view in self.views_to_merge() if self.forks else ():
-            base.merge(view)
+            self.merge(base, view)
         self.base.settle(self.session, keep=True, record=record, transaction=self)
 
     @property
@@ -520,11 +692,17 @@ class Transaction:
                 self._merged = (*self._merged, (name, base, base.snapshot_here()))
         return views
 
+    def merge(self, base: Participant, view: Participant) -> None:
+        """Commit one view. It is not discarded afterwards, whatever becomes of the call."""
+        base.merge(view)
+        self._ended += (view,)
+
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
         self.event = None
-        self.restore()
-        self._undo_merge()
+        if self.is_open:
+            self.restore()
+            self._undo_merge()
         self.settled = True
         self.signal.cancel("the call is re-run")
 
@@ -549,36 +727,64 @@ class Transaction:
         if self.reads_only:
             return (), ()
         with undisturbed(self._journalled):
-            failures = self._discard(self.forks)
+            self._discard(self.forks)
+        failures, (changing, said) = self._failures, self.still_changing()
         names = dict.fromkeys(name for name, _, _ in self.forks)
-        return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
+        undone = (name for name in names if name not in failures and name not in changing)
+        return ("session", *undone), (*failures.values(), *said)
 
     def _undo_merge(self) -> None:
         if self.forks:
             with undisturbed(self._journalled):
                 restore_all(self._merged)
-                self._discard([fork for fork in self.forks if not fork[1].in_place])
+                self._merged = ()
+                self._discard(self.forks)
 
-    def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> dict[str, str]:
-        """Undo what views have changed; returns by name what could not be undone."""
-        failures: dict[str, str] = {}
+    def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> None:
+        """Undo what views have changed, each once."""
         for name, base, view in reversed(forks):
+            if any(view is ended for ended in self._ended):
+                continue
             try:
                 left = base.discard(view)
             except Exception as error:
                 left = (_failure(name, error),)
             if left:
-                failures[name] = "; ".join(left)
-        return failures
+                self._failures = {**self._failures, name: "; ".join(left)}
+            self._ended += (view,)  # last: an interrupted discard is repeated
+
+    def abandon(self, tool_name: str, has_ended: Callable[[], bool]) -> None:
+        """Note a handler that goes on after its call has ended."""
+        for each in self.lineage:
+            each.abandoned = (*each.abandoned, (tool_name, has_ended))
+
+    def still_changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of what abandoned handlers can still change, and the same in words.
+
+        The session, files and views are fenced; an object that is changed in place is not.
+        """
+        if not self.abandoned:
+            return (), ()
+        running = dict.fromkeys(name for name, has_ended in self.abandoned if not has_ended())
+        names = tuple(dict.fromkeys(name for name, base, _ in self.forks if base.in_place))
+        if not running or not names:
+            return (), ()
+        who = " and ".join(f"'{name}'" for name in running)
+        said = f"the handler of {who} is still running and can still change {', '.join(names)}"
+        return names, (said,)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the lifetime of the call's own resources."""
+        """End the lifetime of the call's own resources, and leave its gates."""
         # No cycle: what a call made is freed when the call ends, not by the collector.
         self.__dict__.pop("bound", None)
         if sys.version_info < (3, 12):
             bypass.under_way.discard(self)
-        if self._scope is not None:
-            self._scope.close(error)
+        try:
+            if self._scope is not None:
+                self._scope.close(error)
+        finally:
+            if self.around.entered is not None:
+                self.around.leave()
 
     def check_open(self) -> None:
         if self.settled:
@@ -598,6 +804,14 @@ class Transaction:
 
 def _forkable(instance: object) -> Participant:
     return cast("Participant", participant_for(instance))
+
+
+def _gate_of(in_place: tuple[str, Participant]) -> ObjectGate:
+    return cast("ObjectGate", in_place[1].object_gate)
+
+
+def _too_late() -> DeadlineExceededError:
+    return DeadlineExceededError("The deadline passed while the call waited for earlier calls")
 
 
 def _reads_only(call: ToolCall) -> str:
@@ -667,23 +881,36 @@ class CallResources:
 class CompositeSnapshot:
     """A session's snapshot together with those of its resources."""
 
-    __slots__ = ("__weakref__", "_tokens", "session", "tag")
+    __slots__ = ("__weakref__", "_holder", "_tokens", "session", "tag")
 
-    def __init__(self, session: Snapshot, tag: str) -> None:
+    def __init__(self, session: Snapshot, tag: str, holder: Holder | None = None) -> None:
         self.session = session
         self.tag = tag
+        self._holder = holder
+        """What holds the gates of the resources, while a block is under way."""
         self._tokens: list[tuple[str, Participant, Any]] = []
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Snapshot a resource, existing or just built."""
         participant = participant_for(instance)
         known = any(each.exposed is instance for _, each, _ in self._tokens)
-        if participant is not None and not known:
-            self._tokens.append((name, participant, participant.snapshot_here()))
+        if participant is None or known:
+            return
+        holder, gate = self._holder, participant.object_gate
+        if holder is None or holder.is_closed or gate is None:
+            pass
+        # Not by waiting: the lock of the resource context is held.
+        elif not holder.try_enter(gate):
+            raise ResourceError(
+                f"another call is using {name}: request it before the transaction begins"
+            )
+        self._tokens.append((name, participant, participant.snapshot_here()))
 
     def restore_resources(self) -> None:
         """Restore every resource; raise ResourceError at the end if any failed."""
-        failures = restore_all(self._tokens)
+        in_place = [(name, participant) for name, participant, _ in self._tokens]
+        with _holding(in_gate_order(in_place), self._holder):
+            failures = restore_all(self._tokens)
         if failures:
             raise ResourceError("; ".join(failures.values()))
 
@@ -695,21 +922,67 @@ def create_snapshot(
 
     ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
     """
-    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag)
-    resolver: Any = as_resolver(resources)
-    if not hasattr(resolver, "watch"):  # of a prompt
-        resolver = getattr(resolver, "context", None)
+    resolver = _watchable(resources)
+    with _holding(_in_place(resolver)):
+        return _create_snapshot(session, resolver, tag)
+
+
+def _create_snapshot(
+    session: Session, resolver: Any, tag: str, holder: Holder | None = None
+) -> CompositeSnapshot:
+    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag, holder)
     if resolver is not None:
         for name, resource in resolver.watch(snapshot):
             snapshot.built(name, resource)
     return snapshot
 
 
+def _watchable(resources: object) -> Any:
+    resolver: Any = as_resolver(resources)
+    return (
+        resolver if hasattr(resolver, "watch") else getattr(resolver, "context", None)
+    )  # a prompt
+
+
+def _in_place(resolver: Any) -> tuple[tuple[str, Participant], ...]:
+    """Return what is changed in place, of what a resolver has built."""
+    if resolver is None:
+        return ()
+    found = ((name, participant_for(each)) for name, each in resolver.snapshotables)
+    return in_gate_order((name, each) for name, each in found if each is not None)
+
+
+def _new_holder(outer: Holder | None = None) -> Holder:
+    """Return a holder for a block by hand, which belongs to the block or call it is in."""
+    under_way: Transaction | None = transaction_under_way.get()
+    if outer is None or outer.is_closed:
+        outer = _block_under_way.get() if under_way is None else under_way.around.holder
+    holder = Holder(outer)
+    holder.loop = running_loop()
+    return holder
+
+
+@contextmanager
+def _holding(
+    in_place: Sequence[tuple[str, Participant]], outer: Holder | None = None
+) -> Generator[Holder]:
+    """Have objects to ourselves for the block; calls made in it may use them, too."""
+    holder = _new_holder(outer)
+    before = _block_under_way.set(holder)
+    try:
+        holder.enter([_gate_of(each) for each in in_place])
+        yield holder
+    finally:
+        holder.close()
+        _block_under_way.reset(before)
+
+
 def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
     """Restore a snapshot: STATE slices and resources; LOG slices stay.
 
     Resources that were first built since return to their initial state. Snapshots that were taken
-    after this one expire.
+    after this one expire. What other sessions have changed since in a resource is undone, too: in
+    a ``tool_transaction`` block they wait.
     """
     session.restore(snapshot.session)
     snapshot.restore_resources()
@@ -720,16 +993,18 @@ def tool_transaction(
     session: Session, resources: object = None, *, tag: str = ""
 ) -> Generator[CompositeSnapshot]:
     """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
-    snapshot = create_snapshot(session, resources, tag=tag)
-    try:
-        yield snapshot
-    except BaseException:  # an interrupted block must not leave half its writes
+    resolver = _watchable(resources)
+    with _holding(_in_place(resolver)) as holder:
+        snapshot = _create_snapshot(session, resolver, tag, holder)
         try:
-            restore_snapshot(session, resources, snapshot)
-        except SnapshotExpired:
-            # The block restored an older snapshot itself: there is nothing left to undo.
-            _logger.info("transaction %r was rolled back past its start", tag)
-        raise
+            yield snapshot
+        except BaseException:  # an interrupted block must not leave half its writes
+            try:
+                restore_snapshot(session, resources, snapshot)
+            except SnapshotExpired:
+                # The block restored an older snapshot itself: there is nothing left to undo.
+                _logger.info("transaction %r was rolled back past its start", tag)
+            raise
 
 
 class PendingToolTracker:
@@ -739,6 +1014,8 @@ class PendingToolTracker:
         self._session = session
         self._resources = resources
         self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
+        self._holder: Holder | None = None
+        """What holds the gates of the resources while tool uses are under way."""
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -748,7 +1025,18 @@ class PendingToolTracker:
     def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
         if tool_use_id in self._pending:
             raise ValueError(f"tool use {tool_use_id!r} has begun already")
-        snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
+        resolver, is_first = _watchable(self._resources), not self._pending
+        if is_first:
+            # For calls on the same session, too: they may be part of what the tool does.
+            self._holder = self._session.holder = _new_holder()
+        assert self._holder is not None
+        try:
+            self._holder.enter([_gate_of(each) for each in _in_place(resolver)])
+            snapshot = _create_snapshot(self._session, resolver, f"tool:{tool_name}", self._holder)
+        except BaseException:
+            if is_first:
+                self._leave()
+            raise
         self._pending[tool_use_id] = (tool_name, snapshot)
 
     def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
@@ -760,15 +1048,19 @@ class PendingToolTracker:
         if pending is None:
             return False
         tool_name, snapshot = pending
-        if success:
-            # The rollback of a tool that began earlier has undone this one, too.
-            return not self._session.can_restore(snapshot.session)
         try:
-            restore_snapshot(self._session, self._resources, snapshot)
-        except SnapshotExpired:
-            # The rollback of a tool that began earlier has undone this one, too.
-            _logger.info("tool %s was rolled back with an earlier one", tool_name)
-        return True
+            if success:
+                # The rollback of a tool that began earlier has undone this one, too.
+                return not self._session.can_restore(snapshot.session)
+            try:
+                restore_snapshot(self._session, self._resources, snapshot)
+            except SnapshotExpired:
+                # The rollback of a tool that began earlier has undone this one, too.
+                _logger.info("tool %s was rolled back with an earlier one", tool_name)
+            return True
+        finally:
+            if not self._pending:
+                self._leave()
 
     def abort_all(self) -> tuple[str, ...]:
         """Roll back every pending tool, the newest first; returns their ids."""
@@ -776,3 +1068,14 @@ class PendingToolTracker:
         for tool_use_id in aborted:
             self.end_tool_execution(tool_use_id=tool_use_id, success=False)
         return aborted
+
+    def _leave(self) -> None:
+        holder = self._holder
+        if holder is not None:
+            holder.close()
+            if self._session.holder is holder:
+                self._session.holder = None
+
+    def __del__(self) -> None:
+        if "_holder" in self.__dict__:
+            self._leave()  # the end of a tool use may never be reported

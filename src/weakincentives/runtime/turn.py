@@ -219,7 +219,14 @@ async def _reach_in_time(reached: Event, deadline: Deadline) -> None:
         ) from None
 
 
-async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
+async def is_to_be_re_run(transaction: Transaction, error: BaseException) -> bool:
+    """Whether the call is run from its start again, on the state as it is then."""
+    if transaction.in_order and transaction.is_open and await _is_outdated(transaction, error):
+        return True
+    return transaction.in_use is not None and _waits_elsewhere(transaction, error)
+
+
+async def _is_outdated(transaction: Transaction, error: BaseException) -> bool:
     """Whether the call failed because an earlier call of the turn changed its read set.
 
     That includes refusals: on the state that the earlier call left, it may succeed.
@@ -243,6 +250,22 @@ async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
         except MergeConflict as conflict:
             found = conflict.paths
     place.conflicts = tuple(dict.fromkeys((*place.conflicts, *found)))
+    return True
+
+
+def _waits_elsewhere(transaction: Transaction, error: BaseException) -> bool:
+    """Whether a call is re-run once an object that it could not wait for is free.
+
+    It could not because the calls inside would have waited for it, or for its event loop.
+    """
+    found, around, tool = transaction.in_use, transaction.around, transaction.tool
+    if found is None or not found.may_end or transaction.parent is not None:
+        return False
+    if raises_through(error) or found.gate in around.enters_first:
+        return False  # once is enough: the gates are then entered in their order
+    if transaction.ran and (tool is None or tool.reach not in ("read", "reversible")):
+        return False
+    around.enters_first += (found.gate,)
     return True
 
 
