@@ -312,6 +312,21 @@ def test_what_a_call_commits_while_a_tool_runs_is_recorded_once(
     assert not (project / "made.txt").exists()
 
 
+def test_what_a_process_committed_that_was_killed_right_after_is_not_the_tool_s(
+    claude: Claude, project: Path
+):
+    claude.before("u1", "Bash", command="make")
+    note = project.parent / ".project.wink" / "scan" / "noted"
+    note.rename(note.with_name("kept"))  # so that it does not take its changes out
+    with HostFilesystem(project, shared=True) as files:
+        files.write("a.txt", "ours\n")
+    note.with_name("kept").rename(note)
+    (project / "b.txt").write_text("by make\n")
+    claude.after("u1", "Bash", command="make")
+
+    assert calls(project)[-1] == ("bash", "committed", ["b.txt"])
+
+
 def test_a_call_that_looks_for_changes_itself_loses_none_of_a_tool_that_runs(
     claude: Claude, project: Path
 ):

@@ -40,6 +40,17 @@ def sh(project: Path, script: str, *options: str, stdin: str = "") -> Any:
     return wink("exec", *options, "--", "sh", "-c", script, cwd=project, stdin=stdin)
 
 
+def started_with(engine: str) -> list[str]:
+    """Return how to start `wink`, with ``scan`` so that it finds no overlay."""
+    start = [sys.executable, "-c", "from weakincentives.cli.entry import main; main()"]
+    if engine == "scan":
+        start[2] = (
+            "from weakincentives.filesystem import commands\n"
+            f"commands.find_way = lambda *_: 'none here'\n{start[2]}"
+        )
+    return start
+
+
 def test_a_program_that_succeeds_is_one_committed_call(project: Path):
     done = sh(project, "echo two >> a.txt; echo new > b.txt; cat", stdin="its own input")
 
@@ -155,12 +166,7 @@ def test_sigterm_ends_the_program_and_rolls_it_back(project: Path, options: tupl
 
 @pytest.mark.parametrize("engine", ["overlay", "scan"])
 def test_without_an_overlay_the_outcome_is_the_same(project: Path, engine: str):
-    start = [sys.executable, "-c", "from weakincentives.cli.entry import main; main()"]
-    if engine == "scan":
-        start[2] = (
-            "from weakincentives.filesystem import commands\n"
-            f"commands.find_way = lambda *_: 'none here'\n{start[2]}"
-        )
+    start = started_with(engine)
     for script, code in (("cat > b.txt", 0), ("rm b.txt; exit 4", 4)):
         done = subprocess.run(
             [*start, "exec", "--", "sh", "-c", script],
@@ -353,6 +359,18 @@ def test_the_real_codex_is_one_call_however_it_ends(
     assert (project / "src" / "a.py").read_text() == "a\n"
 
 
+@pytest.mark.parametrize("engine", ["overlay", "scan", "checkpoint"])
+def test_a_changed_time_of_the_directory_alone_is_no_commit(project: Path, engine: str):
+    options = ["--checkpoint", "1000"] if engine == "checkpoint" else []
+    done = subprocess.run(
+        [*started_with(engine), "exec", *options, "--", "sh", "-c", "touch new; rm new"],
+        cwd=project, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, "no files changed" in done.stderr) == (0, True), done.stderr
+    assert [call["outcome"] for call in calls(project)] == ["ok"]
+
+
 # What a rollback drops
 
 
@@ -360,12 +378,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
 def test_what_a_failed_program_changed_can_be_brought_back(project: Path, engine: str):
     (project / "old").mkdir()
     (project / "old" / "b.txt").write_text("b\n")
-    start = [sys.executable, "-c", "from weakincentives.cli.entry import main; main()"]
-    if engine == "scan":
-        start[2] = (
-            "from weakincentives.filesystem import commands\n"
-            f"commands.find_way = lambda *_: 'none here'\n{start[2]}"
-        )
+    start = started_with(engine)
     options = ["--checkpoint", "1000"] if engine == "checkpoint" else []
     script = (
         "echo two >> a.txt; rm -r old; mkdir -p new/deep; echo c > new/deep/c;"

@@ -20,7 +20,7 @@ from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
-from weakincentives.filesystem.entry import Entry
+from weakincentives.filesystem.entry import Entry, capture
 from weakincentives.filesystem.history import History, replaced
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
@@ -282,6 +282,8 @@ class Workspace:
                 raise ViewClosed(_OVERTAKEN)
         if changes.has_programs:
             self.external.settle(changes, last=True)
+            if self._moved_only_time(changes.records):
+                changes.forget_from(len(changes.records) - 1)
             self.check_found(changes.since(None))
         self._check_assembled(changes.records)
         serial = changes.commit(call, undoes, redo)
@@ -365,11 +367,19 @@ class Workspace:
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return all paths changed by uncommitted records, sorted, and looks before and now."""
-        if not records:
+        if not records or self._moved_only_time(records):
             return [], self.disk, self.disk
         records, taken = self._undoable(records)
         before = undone(Layer(self.disk), records, taken)
         return changed_paths(records, before, self.disk), before, self.disk
+
+    def _moved_only_time(self, records: Sequence[Record]) -> bool:
+        """Tell whether only the time of the directory itself is another: a rollback restores it."""
+        *others, last = records or [Record(op="was")]
+        if last.path or last.before is None or any(record.is_change for record in others):
+            return False
+        now = capture(self.tree, ())
+        return now is not None and last.before.is_like(now)
 
     def _undoable(self, records: list[Record]) -> tuple[list[Record], Replaced]:
         """Return uncommitted records with what each replaced, and where that is."""
