@@ -20,7 +20,6 @@ async def check_policies(
     transaction: Transaction,
     offer: Offer,
     editor: AttachedPolicy | None = None,
-    *,
     again: bool = False,
 ) -> None:
     """Raise PolicyDenied unless all policies allow the call; ``editor`` has chosen its arguments.
