@@ -377,7 +377,8 @@ def test_help_names_pages_by_their_titles(name: str, text: str):
         for page in PAGES
         for title in re.findall(r"^##? (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     ]
-    named = re.findall(r'"([^"]+)"', text.partition("In the documentation:")[2])
+    told = " ".join(text.partition("In the documentation:")[2].split())  # help wraps lines
+    named = re.findall(r'"([^"]+)"', told)
 
     assert re.findall(r"\S+\.md\b", text) == []
     assert set(named) <= set(titles)

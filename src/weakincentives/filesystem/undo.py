@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weakincentives.collector import no_collection
-from weakincentives.errors import FilesystemError, UndoRefused
+from weakincentives.errors import ContentDamaged, FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.conflicts import (
     Conflict,
@@ -281,11 +281,21 @@ class _Left(Forward):
         delta, left = self._after.get(parts, (None, None))
         if delta is None or left is None or left.digest is None:
             return self.look.read(parts)
-        with contextlib.suppress(OSError):
+        damaged: ContentDamaged | None = None
+        try:
             data = self.look.read(parts)
             if hashlib.sha256(data).hexdigest() == left.digest:
                 return data
-        return self._past.left(delta, left)  # someone has changed or removed it since
+        except ContentDamaged as error:
+            damaged = error
+        except OSError:
+            pass  # someone has removed it since
+        try:
+            return self._past.left(delta, left)
+        except OSError:
+            if damaged is None:
+                raise
+            raise damaged from None
 
     def link_target(self, parts: Parts) -> str:
         left = self._after.get(parts, (None, None))[1]
