@@ -8,6 +8,7 @@ import json
 import random
 import textwrap
 import time
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -73,6 +74,12 @@ SPELLED = {
     "found by grep": lambda text: "".join(
         f"k.pem:{n}:{x}\n" for n, x in enumerate(text.split("\n"))
     ),
+    "found by grep nearby": lambda text: "".join(
+        f"keys/k.pem-{n}-{x}\n" for n, x in enumerate(text.split("\n"))
+    ),
+    "found by grep in one file": lambda text: "".join(
+        f"{n}-{x}\n" for n, x in enumerate(text.split("\n"))
+    ),
     "in JSON": json.dumps,
     "in JSON in JSON": lambda text: json.dumps(json.dumps({"key": text})),
     "in JSON, numbered": lambda text: json.dumps(numbered(text)),
@@ -135,6 +142,14 @@ def test_a_key_without_lines_is_known_by_its_start():
         done = without_secrets(text)
         assert "(the key)" in done
         assert len(done) < 60
+
+
+@pytest.mark.parametrize("spelled", [quote, quote_plus])
+def test_a_whole_key_is_hidden_in_an_address(spelled):
+    for key in KEYS.values():
+        done = without_secrets(f"POST /keys?key={spelled(key)}&name=mine")
+        assert leaked(key, done) == set()
+        assert done.endswith("&name=mine")
 
 
 def test_several_parts_in_a_line_are_hidden():

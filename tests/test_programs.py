@@ -33,6 +33,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "weakincentives"
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes and links")
 
 
+@pytest.fixture(autouse=True)
+def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 def plant(path: Path, text: str = '#!/bin/sh\n: > "$0.was-run"\nexit 1\n') -> Path:
     """Write a program that notes that it was run."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,6 +152,28 @@ def run_by_env_with_an_interpreter_in_a_workspace(root: Path, place: Path) -> Pa
     return plant(place / "open/tool", f"#!/usr/bin/env -S {plant(root / 'python')} -u\n").parent
 
 
+def in_a_directory_that_commands_of_another_process_could_change(root: Path, place: Path) -> Path:
+    program = """
+import sys
+from weakincentives.programs import agents_can_write
+agents_can_write(sys.argv[1])
+"""
+    folder = plant(place / "cache/tool").parent
+    subprocess.run(python(program, str(folder)), check=True)
+    return folder
+
+
+def in_a_workspace_with_its_store_elsewhere(root: Path, place: Path) -> Path:
+    program = """
+import sys
+from weakincentives.filesystem import HostFilesystem
+HostFilesystem(sys.argv[1], store=sys.argv[2]).close()
+"""
+    folder = plant(place / "far/tool").parent
+    subprocess.run(python(program, str(folder), str(place / "store")), check=True)
+    return folder
+
+
 PLACES: list[Callable[[Path, Path], Path]] = [
     in_a_workspace,
     in_its_environment,
@@ -163,6 +190,8 @@ PLACES: list[Callable[[Path, Path], Path]] = [
     run_by_an_interpreter_of_the_current_directory,
     run_by_env_with_an_interpreter_in_a_workspace,
     in_a_directory_that_commands_can_change,
+    in_a_directory_that_commands_of_another_process_could_change,
+    in_a_workspace_with_its_store_elsewhere,
 ]
 
 
@@ -183,6 +212,18 @@ def test_a_program_that_an_agent_can_write_is_passed_over(
     assert why.startswith(f"{folder}/tool is not used: ")
     assert why.endswith("Install tool elsewhere")
     assert find_program(f"{folder}/tool") is None
+
+
+def test_a_script_is_passed_over_if_env_finds_its_interpreter_in_a_workspace(
+    workspace: Path, tmp_path: Path, trusted: Path
+):
+    folder = plant(tmp_path / "mine/tool", "#!/usr/bin/env -S A=1 snake -u\n").parent
+    (folder / "snake").symlink_to(plant(workspace / "snake"))
+
+    assert find_program("tool", f"{folder}:{trusted}") == str(trusted / "tool")
+    assert f"{folder}/snake" in missing_program("tool", str(folder))
+    plant(trusted / "snake")
+    assert find_program("tool", f"{trusted}:{folder}") == str(trusted / "tool")
 
 
 def test_a_workspace_is_known_wherever_it_is_mounted(tmp_path: Path):

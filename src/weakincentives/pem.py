@@ -13,8 +13,10 @@ import re
 from collections.abc import Callable, Iterator
 
 _B64 = "[A-Za-z0-9+/]"
-NEEDLE = "PRIVATE KEY"
-_MARK = re.compile(r"-----(BEGIN|END) ([A-Z0-9 ]{1,40})-----")
+_NEEDLE = "PRIVATE"
+_IS_KEY = re.compile(r"PRIVATE(?: |\+|%20)KEY").search
+# In an address or a form, spaces are escaped, too.
+_MARK = re.compile(r"-----(BEGIN|END)((?:(?: |\+|%20)[A-Z0-9]{1,16}){1,6})-----")
 # In JSON a line end is escaped, and in JSON inside of JSON twice. Colours count as line ends.
 _LINE_END = re.compile(
     r"((?:\\{1,4}r)?\\{1,4}n|\r\n|\r|\n|(?:\x1b|\\{1,4}(?:u001b|x1b|033|e))\[[\d;]{0,20}m)"
@@ -24,7 +26,9 @@ _WIDTHS = (64, 70)
 _LONG = re.compile(rf"(?<!{_B64}){_B64}{{62,}}={{0,2}}")
 _LAST = re.compile(rf"(?<!{_B64})(?P<run>{_B64}+={{0,2}})[\s\"',;|\\]*$")
 # What may precede the data in its line: a number, the sign of a diff, a quote, what grep prints.
-_PREFIX = re.compile(r"[\s\d:|>→\"'`#*/,;\\+-]*(?:\\t|\\)?(?:[\w./-]+:\d+:)?[\s+-]*")
+_PREFIX = re.compile(r"[\s\d:|>→\"'`#*/,;\\+-]*(?:\\t|\\)?(?:[\w./-]+[:-]\d+[:-])?[\s+-]*")
+_NUMBERED = re.compile(r"(?<![A-Za-z0-9])\d+-$")
+"""What grep prints before a line beside a match."""
 _HEADS = {"MIG": 48, "MIH": 48, "MC4": 21, "MHc": 9}
 _HEAD = 64
 """Characters at the start of a key that tell only its kind: of elliptic curves, and of others."""
@@ -39,7 +43,7 @@ _FIELD = re.compile(r"[\s\d:|+>-]*(?:[A-Z][\w-]+: .*)?")
 # How keys start in DER (PKCS#1, PKCS#8, SEC1, PKCS#12), in OpenSSH's format, and those with their
 # header encoded once more, as in the secrets of Kubernetes.
 _START = re.compile(
-    rf"(?<![A-Za-z0-9+/_-])(?P<secret>(?:MII{_B64}{{3}}IBA|MI[GH]{_B64}AgEA|M[A-Z]{_B64}CAQ[AE]"
+    rf"(?:(?<![A-Za-z0-9+/_-])|(?<=\d-))(?P<secret>(?:MII{_B64}{{3}}IBA|MI[GH]{_B64}AgEA|M[A-Z]{_B64}CAQ[AE]"
     rf"|b3BlbnNzaC1rZXktdjE|LS0tLS1CRUdJTi(?!BDRVJU|BQVUJM)){_B64}{{24,}}={{0,2}})"
 )
 _STARTS = ("IBA", "AgEA", "CAQ", "b3BlbnNz", "LS0tLS1CRUdJTi")
@@ -66,11 +70,11 @@ class PrivateKeys:
 
     def without(self, text: str) -> str:
         """Return a text without the keys, and parts of keys, that can be told from their looks."""
-        if NEEDLE in text:
+        if _NEEDLE in text:
             text = self._without_blocks(text)
         if any(each in text for each in _STARTS):
             text = _START.sub(self._without_start, text)
-        if NEEDLE in text or _LONG.search(text):
+        if _NEEDLE in text or _LONG.search(text):
             text = self._without_lines(text)
         return text
 
@@ -84,7 +88,7 @@ class PrivateKeys:
         done: list[str] = []
         at = 0
         for first, last in itertools.pairwise(marks):
-            if (first[1], last[1]) == ("BEGIN", "END") and NEEDLE in first[2] and NEEDLE in last[2]:
+            if (first[1], last[1]) == ("BEGIN", "END") and _IS_KEY(first[2]) and _IS_KEY(last[2]):
                 key = text[first.end() : last.start()]
                 self._learn("".join(_runs(key)))
                 done += [text[at : first.end()], self._hide(key)]
@@ -158,7 +162,7 @@ def _marked(lines: list[str], *, private: bool) -> dict[int, tuple[int, int]]:
             line = lines[number]
             if marks := _MARK.findall(line):
                 mark, kind = marks[-1 if opening == "BEGIN" else 0]
-                is_in, width = mark == opening and (NEEDLE in kind) is private, 0
+                is_in, width = mark == opening and (_IS_KEY(kind) is not None) is private, 0
                 continue
             if not is_in or _FIELD.fullmatch(line):
                 continue
@@ -197,6 +201,8 @@ def _place(line: str, start: int, end: int) -> tuple[int, int]:
 def _is_joined(line: str, start: int, end: int) -> bool:
     """Tell whether a run is a part of something else, as in ``sha384-...``, a path or a token."""
     before, after = line[max(0, start - 3) : start], line[end : end + 1]
+    if _NUMBERED.search(line[max(0, start - _LONGEST) : start]):
+        return False
     if before.endswith("-"):  # of a diff
         return before != "-" and not before[:-1].endswith((" ", "\t", "\\t"))
     return before.endswith(("_", ".")) or after in ("-", "_", ".", "(")

@@ -20,7 +20,13 @@ from functools import lru_cache
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import StateUnavailable
 from weakincentives.logs import get_logger
-from weakincentives.state import our_code, our_environment, stores_of
+from weakincentives.state import (
+    is_noted_writable,
+    note_writable,
+    our_code,
+    our_environment,
+    stores_of,
+)
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where the system's own programs are."""
@@ -49,12 +55,16 @@ _mounted: dict[tuple[int, int] | None, str] = {}
 _told: set[str] = set()
 
 
-def agents_can_write(directory: str | os.PathLike[str]) -> None:
+def agents_can_write(directory: str | os.PathLike[str], *, for_all: bool = True) -> None:
     """Note a directory that agents can change: from now on no program in it is started.
 
-    A workspace with its store in the usual place need not be noted: it is recognised by that.
+    Args:
+        for_all: By no other process of this user either. A workspace with its store in the usual
+            place need not be noted for them: it is recognised by that.
     """
     place = os.path.realpath(directory)
+    if for_all and not is_noted_writable(place):
+        note_writable(place)
     _writable.add(place)
     _mounted[_identity(place)] = place
 
@@ -71,9 +81,9 @@ def find_program(name: str, path: str | None = None) -> str | None:
     """
     own: str | None = None
     for found in _candidates(name, path):
-        why = _why_not(found)
+        why = _why_not(found, path)
         if why is None:
-            if path is not None or _why_not(found, ours=False) is None:
+            if path is not None or _why_not(found, path, ours=False) is None:
                 return found
             own = own or found
         elif found not in _told:
@@ -85,7 +95,7 @@ def find_program(name: str, path: str | None = None) -> str | None:
 def missing_program(name: str, path: str | None = None) -> str:
     """Return why a program was not found, and what to do."""
     for found in _candidates(name, path):
-        if why := _why_not(found):
+        if why := _why_not(found, path):
             return f"{found} is not used: {why}. Install {os.path.basename(name)} elsewhere"
     if os.path.dirname(name) and not os.path.isabs(name):
         return f"{name} is not used: its path depends on the current directory. Give the full path"
@@ -193,16 +203,19 @@ def _is_program(path: str) -> bool:
     return os.path.isfile(path) and os.access(path, os.X_OK)
 
 
-def _why_not(program: str, *, ours: bool = True) -> str | None:
+def _why_not(program: str, path: str | None, *, ours: bool = True) -> str | None:
     """Return why a program is not used: it, or the interpreter of a script, is in reach."""
     if why := reach_of_agents(program, ours=ours):
         return why
     with suppress(OSError), open(program, "rb") as file:
         start = file.read(256).partition(b"\n")[0]
         words = os.fsdecode(start[2:]).split() if start.startswith(b"#!") else []
-        # What `env` finds is in the PATH that we give it.
         if words and not os.path.isabs(words[0]):
             return "it is a script whose interpreter depends on the current directory"
+        if words and os.path.basename(words[0]) == "env":
+            named = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+            # It searches the PATH that we give it, and takes the first.
+            words += [first for n in named[:1] for first in [*_candidates(n, safe_path(path))][:1]]
         for word in filter(os.path.isabs, words):
             if why := reach_of_agents(word):
                 return f"it is run by {word}, and {why}"
@@ -242,7 +255,7 @@ def _why_writable(path: str, state: tuple[int, frozenset[str], bool, int]) -> st
         return f"everybody can write to {path}"
     above, below = path, ""
     while True:
-        if above in _writable or _is_mounted_writable(above) or _has_store(above):
+        if above in _writable or _is_mounted_writable(above) or _is_known(above):
             if not (ours and _is_ours(path, above)):
                 return f"agents can write to {above}"
         elif (above in active or _is_environment(above)) and not (ours and _is_ours(path, above)):
@@ -268,10 +281,10 @@ def _identity(directory: str) -> tuple[int, int] | None:
     return None
 
 
-def _has_store(directory: str) -> bool:
-    """Tell whether a run has ever worked on a directory."""
+def _is_known(directory: str) -> bool:
+    """Tell whether a run has ever worked on a directory, or its commands could write to it."""
     with suppress(StateUnavailable):
-        return any(map(os.path.isdir, stores_of(directory)))
+        return is_noted_writable(directory) or any(map(os.path.isdir, stores_of(directory)))
     return False
 
 

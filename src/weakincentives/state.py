@@ -30,6 +30,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _OWN: int = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 WITHHELD = frozenset({"WINK_DATABASE", "WINK_OBJECTS", "WINK_MCP_TOKEN"})
 """Variables of our own with passwords: no command or program that an agent starts gets them."""
+_WRITABLE = "writable"
 SEAL_SIZE = 32
 """Characters of a seal: 128 bits in hexadecimal."""
 
@@ -75,8 +76,30 @@ def stores_of(root: str) -> Iterator[str]:
     """
     above, name = os.path.split(root)
     yield os.path.join(above, f".{name}.wink")
-    mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    yield os.path.join(state_path(), f"{name or 'root'}-{mark}")
+    yield os.path.join(state_path(), f"{name or 'root'}-{_mark(root)}")
+
+
+def note_writable(directory: str) -> None:
+    """Note for all processes of this user that agents can change a directory.
+
+    Raises:
+        StateUnavailable: That cannot be stored.
+    """
+    place = state_directory() / _WRITABLE
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        (place / _mark(directory)).touch()
+    except OSError as error:
+        raise _unavailable(place, error) from error
+
+
+def is_noted_writable(directory: str) -> bool:
+    """Tell whether a process of this user has noted that agents can change a directory."""
+    return os.path.exists(state_path() / _WRITABLE / _mark(directory))
+
+
+def _mark(directory: str) -> str:
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
 
 
 def _make_private(path: Path) -> None:

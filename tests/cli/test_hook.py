@@ -426,6 +426,30 @@ def test_a_rule_may_name_a_tool_as_claude_code_does(claude: Claude, project: Pat
         assert asked["hookSpecificOutput"]["permissionDecision"] == "ask"
 
 
+@pytest.mark.parametrize("rule", ["mcp__server__{}", "mcp__*_end", "MCP__SERVER__{}"])
+def test_a_rule_holds_for_a_long_name(claude: Claude, project: Path, rule: str):
+    """Our own names have 64 characters at most; those of MCP tools can have more."""
+    long = f"{'x' * 80}_end"
+    (project / "wink.toml").write_text(f'[policy]\ndeny = ["{rule.format(long)}"]\n')
+
+    said = [claude.before("u1", f"mcp__server__{each}") for each in (long, f"{long}ing")]
+
+    decisions = [each.get("hookSpecificOutput", {}).get("permissionDecision") for each in said]
+    assert decisions == ["deny", None]
+
+
+@pytest.mark.parametrize(
+    "rule", ['deny = ["WebFech"]', "quota = { Webfetsh = 1 }", 'after = { Bash = ["Raed"] }']
+)
+def test_a_rule_that_names_almost_a_tool_denies_all(claude: Claude, project: Path, rule: str):
+    (project / "wink.toml").write_text(f"[policy]\n{rule}\n")
+
+    said = claude.before("u1", "Glob")["hookSpecificOutput"]
+
+    assert said["permissionDecision"] == "deny"
+    assert "the rule would never apply; did you mean" in said["permissionDecisionReason"]
+
+
 def test_without_rules_reading_waits_for_nobody(claude: Claude, project: Path):
     with HostFilesystem(project):
         assert claude.before("u1", "Read", file_path="a.txt") == {}
@@ -449,6 +473,17 @@ def test_inside_wink_exec_the_hooks_leave_it_at_one_call(project: Path):
     assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
     assert (project / "said").read_text() == ""
     assert calls(project) == [("exec", "committed", ["a.txt", "said"])]
+
+
+def test_inside_wink_exec_tools_are_denied_by_name(project: Path):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["WebFetch"]\n')
+    told = {"session_id": "s1", "hook_event_name": "PreToolUse", "tool_name": "WebFetch"}
+    hook = [*WINK, "hook", "claude-code", "-w", "."]
+    script = f"printf '%s' '{json.dumps(told)}' | {' '.join(hook)} > said"
+
+    assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
+    said = json.loads((project / "said").read_text())["hookSpecificOutput"]
+    assert said["permissionDecision"] == "deny"
 
 
 def test_what_is_no_hook_s_input_is_wrong_use(project: Path):

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -123,11 +124,14 @@ def _answer(
 ) -> Mapping[str, Any] | None:
     """Return what to tell Claude Code, if anything."""
     name = str(told.get("tool_name", ""))
-    if event not in _EVENTS or os.environ.get(INSIDE) == str(root):
-        return None  # inside `wink exec`, all of it is one call already
     is_before = event == "PreToolUse"
+    is_inside = os.environ.get(INSIDE) == str(root)
+    if event not in _EVENTS or (is_inside and not is_before):
+        return None
     try:
         hooked = _Hooked(event, session, told, root)
+        if is_inside:  # of `wink exec`: all of it is one call already
+            return hooked.denied_by_name()
         if not hooked.has_work():
             return None
         with hooked.opened():
@@ -188,7 +192,7 @@ class _Hooked:
         self._turn = str(told.get("prompt_id") or told.get("turn_id") or "")
         self._is_call = self._name not in NOT_CALLS
         self._reads = self._name in READING or not self._is_call
-        self._settings = _by_wire_name(load_settings(root, suites=[], sections=[]))
+        self._settings = _by_wire_name(load_settings(root, suites=[], sections=[]), self._name)
         trust_of(self._settings.workspace).admit(self._settings)
         self._asked: list[ApprovalRequest] = []
         """What the rules of the directory want a person to be asked."""
@@ -206,6 +210,15 @@ class _Hooked:
         rules = self._settings.policy
         restricts = (rules.deny, rules.after, rules.quota, rules.rate, rules.use)
         return not self._reads or bool(self._settings.ask) or any(restricts)
+
+    def denied_by_name(self) -> Mapping[str, Any] | None:
+        """Return the answer to a tool that the rules deny by its name, if they do."""
+        from weakincentives.integrations.bridge import wire_name
+
+        name = wire_name(self._name)
+        if any(fnmatchcase(name, each) for each in self._settings.policy.deny):
+            return _denial(f"{self._name} is not allowed here. Do without it")
+        return None
 
     @contextmanager
     def opened(self) -> Generator[None]:
@@ -429,16 +442,38 @@ def _shortened(value: Any) -> Any:
     return value
 
 
-def _by_wire_name(settings: Settings) -> Settings:
-    """Return settings whose rules name tools as our calls do, however the file spells them."""
+def _by_wire_name(settings: Settings, tool: str) -> Settings:
+    """Return settings whose rules name tools as our calls do, however the file spells them.
+
+    Args:
+        tool: The tool that is used, as Claude Code names it.
+
+    Raises:
+        Misuse: A rule names almost a tool of Claude Code: it would silently never apply.
+    """
+    from weakincentives.adapters.claude_program import EDITING, NOT_CALLS, READING
+    from weakincentives.cli.common import hint
+    from weakincentives.integrations.bridge import wire_name
+
+    full, own = _folded(tool), wire_name(tool)
+    native = {_folded(each): each for each in (*EDITING, *NOT_CALLS, *READING, "Bash")}
 
     def wire(name: str) -> str:
-        return re.sub(r"[^a-z0-9_*?\[\]!-]", "_", name.lower())
+        text = _folded(name)
+        if text == full:
+            return own  # which is cut if it is long
+        near = "" if text in native or _GLOB.search(text) else hint(text, native, cutoff=0.75)
+        if near and text not in _of_ours():
+            raise Misuse(f"wink.toml: unknown tool {name!r}: the rule would never apply; {near}")
+        return text
+
+    def denied(name: str) -> str:
+        return own if fnmatchcase(full, _folded(name)) else wire(name)
 
     rules = settings.policy
     policy = rules.model_copy(
         update={
-            "deny": tuple(map(wire, rules.deny)),
+            "deny": tuple(map(denied, rules.deny)),
             "quota": {wire(name): most for name, most in rules.quota.items()},
             "rate": {wire(name): most for name, most in rules.rate.items()},
             "after": {wire(name): tuple(map(wire, each)) for name, each in rules.after.items()},
@@ -447,6 +482,21 @@ def _by_wire_name(settings: Settings) -> Settings:
     approve = tuple(each.model_copy(update={"tool": wire(each.tool)}) for each in settings.approve)
     ask = tuple(map(wire, settings.ask))
     return settings.model_copy(update={"policy": policy, "ask": ask, "approve": approve})
+
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[^a-z0-9_*?\[\]!-]", "_", name.lower())
+
+
+def _of_ours() -> set[str]:
+    """Return the names that rules about our own calls have: the file may serve both."""
+    from weakincentives.cli.workbench import suite_tools
+    from weakincentives.prompt.tool import Reach
+
+    return suite_tools() | {*get_args(Reach), "unstated"}
 
 
 def _said(told: Mapping[str, Any], failed: bool) -> str:

@@ -216,6 +216,23 @@ def test_it_is_asked_about_a_directory_that_is_seen_as_it_is(tmp_path: Path, bli
         assert found(agent, pattern="abc|b") != []  # no text that every match contains
 
 
+def test_the_workspace_does_not_choose_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The ``rg`` of a version manager runs what a file in the current directory names."""
+    shim = put(tmp_path / "bin", {"rg": '#!/bin/sh\nexec "$(cat .tool-versions)"\n'}) / "rg"
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
+    planted = tmp_path / "work/planted"
+    script = '#!/bin/sh\n: > "$0.was-run"\nexit 1\n'
+    files = {"a.txt": "abc", "planted": script, ".tool-versions": str(planted)}
+
+    with agent_on("disk", tmp_path, files) as agent:
+        planted.chmod(0o755)
+        monkeypatch.chdir(tmp_path / "work")
+        assert found(agent, pattern="abc") == [("a.txt", 1, "abc")]
+
+    assert not Path(f"{planted}.was-run").exists()
+
+
 def test_it_is_not_asked_about_a_few_files(
     tmp_path: Path, blind_ripgrep: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -282,6 +282,7 @@ def _files_with(where: Path, text: str, ignore_case: bool) -> set[str] | None:
     try:
         done = subprocess.run(
             command,
+            cwd="/",  # version managers look there for a file that names the program to run
             env=safe_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
