@@ -43,6 +43,7 @@ PUBLIC = [
     "weakincentives.errors",
     "weakincentives.filesystem",
     "weakincentives.integrations",
+    "weakincentives.log",
     "weakincentives.mcp",
     "weakincentives.prompt",
     "weakincentives.resources",
