@@ -151,7 +151,7 @@ def test_an_async_ask_works_too():
 @pytest.mark.parametrize("reach", ["irreversable", "Irreversible", "unstated"])
 def test_an_unknown_reach_is_refused(reach: Any):
     """The policy would silently never apply."""
-    with pytest.raises(ValueError, match="unknown reach .* expected one of .*'irreversible', None"):
+    with pytest.raises(ValueError, match="unknown reach"):
         ApprovalPolicy(ask=lambda request: False, reaches={reach})
 
 
