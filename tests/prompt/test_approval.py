@@ -148,6 +148,13 @@ def test_an_async_ask_works_too():
     assert ran == [5]
 
 
+@pytest.mark.parametrize("reach", ["irreversable", "Irreversible", "unstated"])
+def test_an_unknown_reach_is_refused(reach: Any):
+    """The policy would silently never apply."""
+    with pytest.raises(ValueError, match="unknown reach"):
+        ApprovalPolicy(ask=lambda request: False, reaches={reach})
+
+
 def test_only_the_named_reaches_and_cases_are_asked_about():
     asked: list[str] = []
 

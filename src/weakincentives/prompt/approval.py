@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from weakincentives.errors import (
     ApprovalNeeded,
@@ -285,6 +285,13 @@ class ApprovalPolicy:
     def __post_init__(self) -> None:
         if isinstance(self.reaches, str):
             raise TypeError("reaches must be a set of reaches, got a string")
+        known = (*get_args(Reach), None)
+        for reach in self.reaches:
+            if reach not in known:
+                raise ValueError(
+                    f"unknown reach {reach!r}: the policy would never apply; "
+                    f"expected one of {', '.join(map(repr, known))}"
+                )
         object.__setattr__(self, "tools", tool_names("tools", self.tools))
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be positive seconds, got {self.timeout!r}")
