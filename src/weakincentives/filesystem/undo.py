@@ -688,7 +688,7 @@ class _Undo:
 
     def _is_ours(self, parts: Parts, one: _OneCall) -> bool:
         """Whether a call left something at a path, or it is from a directory just restored."""
-        if parts in one.changed:
+        if parts in one.changed or parts in self._left:
             return False
         restored = is_below(parts, one.removed) and not is_related(parts, self._shared)
         return restored or parts in one.delta.after
