@@ -30,7 +30,9 @@ EVIL = "[core]\n\tfsmonitor = touch /tmp/owned\n"
 def root(tmp_path: Path) -> Path:
     """A workspace with a repository, one inside of it, a bare one, and a store."""
     root = tmp_path / "work"
-    for place in (".git", "sub/.git", "bare.git", ".git/modules/lib"):
+    modules = (".git/modules/lib", ".git/modules/logs", ".git/modules/deps/objects")
+    modules += (".git/worktrees/tree/modules/lib",)
+    for place in (".git", "sub/.git", "bare.git", *modules):
         put(root / place / "config", "[core]\n\tbare = false\n")
         put(root / place / "HEAD", "ref: refs/heads/main\n")
         put(root / place / "hooks/pre-commit", "#!/bin/sh\n")
@@ -70,6 +72,9 @@ PROTECTED = [
     *(".git/modules/lib/config", ".git/modules/lib/hooks/x", ".git/worktrees/tree/commondir"),
     *(".git/worktrees/tree/config.worktree", "bare.git/config", "bare.git/hooks/update"),
     *(".gitmodules", "sub/.gitmodules", "new/.git", "wink.toml", "sub/wink.toml", "Wink.toml"),
+    *(".git/modules/logs/config", ".git/modules/logs/hooks/x", ".git/modules/refs/config"),
+    *(".git/modules/deps/objects/config", ".git/modules/deps/objects/commondir"),
+    *(".git/worktrees/tree/modules/lib/config", ".git/worktrees/tree/modules/new/hooks/x"),
     *("packages/.foo.wink/tx/journal", "packages/.bar.wink/tx/journal", "a/b/.c.wink/x"),
 ]
 
@@ -82,6 +87,9 @@ OPEN = [
         "objects/a",
         "bare.git/HEAD",
         ".git/modules/lib/refs/heads/config",
+        ".git/modules/logs/refs/heads/config",
+        ".git/modules/lib/logs/refs/heads/info",
+        ".git/worktrees/tree/modules/lib/refs/heads/hooks/x",
     ),
 ]
 

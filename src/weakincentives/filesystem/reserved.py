@@ -141,10 +141,13 @@ class Reserved:
         """Return the directories that paths may make a repository of, each with a part of it."""
         found: dict[Parts, Parts] = {}
         for parts in paths:
-            for depth, name in enumerate(parts):
-                if name.lower() == ".git":
-                    break  # checked by name
-                is_part = name.lower() in _CODE or name.lower() in _STRUCTURE
+            inside = False
+            for depth, name in enumerate(each.lower() for each in parts):
+                if name == ".git":
+                    inside = True  # checked by name
+                elif name == "modules":
+                    inside = False
+                is_part = not inside and (name in _CODE or name in _STRUCTURE)
                 if is_part and not self._allowed.match("/".join(parts)):
                     found.setdefault(parts[:depth], parts[: depth + 1])
         return found
@@ -201,6 +204,8 @@ class Reserved:
                 if length or not (names[depth + 1 :] or directory):
                     return parts[: depth + 1 + length]
                 inside = True
+            elif name == "modules":
+                inside = False  # below are git directories, whatever their submodules are called
             elif not inside and self._in_repository(parts, names, depth, look, now):
                 return parts[: depth + 1]
         return None
@@ -226,11 +231,12 @@ def _code_in(names: Parts) -> int:
         return 0
     if names[0] in _CODE:
         return 1
-    if names[0] == "worktrees":
-        return 3 if len(names) > 2 and names[2] in _CODE else 0
+    if names[0] == "worktrees":  # each has a git directory of its own
+        length = _code_in(names[2:])
+        return length and length + 2
     if names[0] == "modules":
         for depth, name in enumerate(names[1:], start=2):
-            if name in _CONTENT:
+            if name in _CONTENT and depth > 2:  # a submodule may be called ``logs``
                 return 0
             if name in _CODE:
                 return 0 if names[depth - 1 :] == ("info", "refs") else depth
