@@ -38,7 +38,7 @@ test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, ki
 torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 ends all that in time.
 	@echo 'make torture SEED=$(SEED) repeats this'
 	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
-	$(random) $(limit) $(PYTEST) --dist load -m hypothesis
+	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $(ARGS)
 	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
 	WINK_TORTURE=1000 $(random) $(limit) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py
@@ -98,7 +98,7 @@ servers: $(SERVERS)
 $(SERVERS):
 	$(PYTHON) -m venv .venv-servers
 	$(call install,.venv-servers,mcp-server-git==2026.10.19 mcp-server-time==2026.10.19)
-	-npm install --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
+	-npm install --global --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
 	@touch $@
 
 framework_and_tests = --upgrade --editable '.[tests,$*]'

@@ -28,9 +28,8 @@ BASE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
 
 def program(name: str) -> str:
     """Return the path of a server's program, from PyPI or from npm."""
-    for place in (SERVERS / "bin", SERVERS / "node_modules" / ".bin"):
-        if (place / name).exists():
-            return str(place / name)
+    if (SERVERS / "bin" / name).exists():
+        return str(SERVERS / "bin" / name)
     pytest.skip(f"{name} is not installed: run `make servers`")
 
 
