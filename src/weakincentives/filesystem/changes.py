@@ -669,7 +669,8 @@ class Changes:
             return
         entry = Entry.of(status)
         for path, seen in self.expected.items():
-            if path == parts or (seen.node is not None and seen.node.file == entry.file):
+            is_linked = entry.file and seen.node is not None and seen.node.file == entry.file
+            if path == parts or is_linked:
                 self.expected[path] = Seen(entry)
 
     def _check_displaced(self, parts: Parts, scratch: Scratch, name: str) -> None:

@@ -20,7 +20,7 @@ from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
-from weakincentives.filesystem.entry import Entry, capture
+from weakincentives.filesystem.entry import Entry, apply_entry, capture
 from weakincentives.filesystem.history import History, replaced
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
@@ -285,6 +285,9 @@ class Workspace:
         if changes.has_programs:
             self.external.settle(changes, last=True)
             if self._moved_only_time(changes.records):
+                before = changes.records[-1].before
+                assert before is not None
+                apply_entry(self.tree, (), before)  # over an overlay, it leaves no trace either
                 changes.forget_from(len(changes.records) - 1)
             self.check_found(changes.since(None))
         self._check_assembled(changes.records)
