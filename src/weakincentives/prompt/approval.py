@@ -122,18 +122,14 @@ class ApprovalRequest:
 
     @property
     def digest(self) -> str:
-        """Differs whenever the arguments or the preview differ."""
-        preview = json.dumps(asdict(self.preview), sort_keys=True, default=repr)
-        return hashlib.sha256(f"{_json(self.arguments)}\n{preview}".encode()).hexdigest()
+        """Differs whenever the tool, its description, the arguments or the preview differ."""
+        tool = [self.tool_name, self.description, self.reach]
+        shown = {"tool": tool, "arguments": self.arguments, "preview": asdict(self.preview)}
+        return hashlib.sha256(_json(shown).encode()).hexdigest()
 
     def shows_the_same_as(self, other: ApprovalRequest) -> bool:
         """Whether an answer to this request is one to the other, too."""
-        return (
-            self.tool_name == other.tool_name
-            and self.policy_name == other.policy_name
-            and self.preview == other.preview
-            and _same(self, other)
-        )
+        return self.policy_name == other.policy_name and self.digest == other.digest
 
     # For a prompt on a terminal: everything on one line, invisible characters escaped.
     def __str__(self) -> str:
