@@ -821,6 +821,18 @@ def test_an_approval_does_not_hold_for_a_tool_that_is_declared_anew():
     assert ran == []
 
 
+def test_always_does_not_hold_for_a_tool_that_reaches_further():
+    ran: list[str] = []
+    session, rule = Session(), ApprovalRule(tool="pay")
+    always = ApprovalPolicy(ask=lambda _: Approval(True, always=rule))
+    before = offering([always], ran, pay="reversible")
+    now = offering([ApprovalPolicy(ask=lambda _: False)], ran, pay="irreversible")
+    for prompt in (before, before, now):
+        execute_tool(ToolCall("pay", {"amount": 5}), session=session, prompt=prompt)
+
+    assert ran == ["pay", "pay"]
+
+
 def test_arguments_that_a_policy_wants_changed_after_the_approval_are_refused():
     """An approval is for exactly the arguments that were shown."""
     amounts = iter((None, {"amount": 500}))

@@ -233,6 +233,8 @@ class StandingApproval:
     policy_name: str
     rule: ApprovalRule
     by: str = ""
+    reach: Reach | None = None
+    """Of the tool as it was shown; the answer does not hold for another one."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -348,7 +350,7 @@ class ApprovalPolicy:
             if not answer.always.covers(now):
                 _logger.error("the rule %s does not cover the call it was given for", answer.always)
                 return _decision(request, Approval(False, reason="the answer was invalid"))
-            rule = StandingApproval(self.name, answer.always, answer.by)
+            rule = StandingApproval(self.name, answer.always, answer.by, now.reach)
             context.session[StandingApproval].append(rule)
         return _decision(request, answer, None if _same(request, now) else now.arguments)
 
@@ -380,7 +382,8 @@ class ApprovalPolicy:
             if rule.covers(request):
                 return f"approved by the rule: {rule}"
         for each in context.session[StandingApproval].all():
-            if each.policy_name == self.name and each.rule.covers(request):
+            is_same = (each.policy_name, each.reach) == (self.name, request.reach)
+            if is_same and each.rule.covers(request):
                 by = f" by {each.by}" if each.by else ""
                 return f"approved{by} for the session: {each.rule}"
         return None
