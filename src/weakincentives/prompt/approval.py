@@ -258,8 +258,8 @@ class ApprovalPolicy:
 
     It covers the tools of these names and those of these reaches; without either, all tools.
     ``when`` narrows that to calls for which it is true. A late or invalid answer denies the call,
-    and so does an ``ask`` that raises. An approval is for exactly the arguments and the files that
-    were shown: if those change meanwhile, the call is refused.
+    and so does an ``ask`` that raises. An approval is for exactly the tool, the arguments and the
+    files that were shown: if those change meanwhile, the call is refused.
 
     >>> policy = ApprovalPolicy(ask=lambda request: input(f"{request}? ") == "y",
     ...                         reaches={"irreversible"})
