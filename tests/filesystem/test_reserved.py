@@ -152,6 +152,7 @@ def test_a_command_that_changes_it_has_changed_nothing(
         "rm wink.toml",
         "mkdir x && ln -s /tmp x/.git",
         "mkdir y && printf evil > y/config && mkdir y/objects y/refs && echo 'ref: x' > y/HEAD",
+        "cd .git && mkdir y y/objects y/refs && printf evil > y/config && echo 'ref: x' > y/HEAD",
         "rm .gitmodules && ln -s a.txt .gitmodules",
         "chmod 777 .git/hooks/pre-commit",
         "rm -rf .git/hooks && ln -s ../packages .git/hooks",

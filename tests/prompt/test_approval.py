@@ -755,6 +755,84 @@ def test_a_call_that_waited_elsewhere_is_checked_when_it_is_made_again():
     assert (result.message, ran) == ("Closed", [])
 
 
+def offering(policies: Sequence[Any], ran: list[str], **reaches: Any) -> Prompt[Any]:
+    """Return a prompt with a tool of each name and reach."""
+
+    def tool(name: str, reach: Any) -> Tool[Any, Any]:
+        def handler(params: Params, *, context: ToolContext) -> ToolResult[None]:
+            ran.append(name)
+            return ToolResult.ok(None, "done")
+
+        return Tool[Params, None](name=name, description="A tool.", handler=handler, reach=reach)
+
+    tools = [tool(name, reach) for name, reach in reaches.items()]
+    section = MarkdownSection(title="Money", tools=tools, policies=policies)
+    return Prompt(PromptTemplate(sections=[section]))
+
+
+def test_an_approval_of_one_tool_is_none_of_another_with_the_same_call_id():
+    """Some providers use an id again."""
+    ran: list[str] = []
+    prompt = offering([ApprovalPolicy()], ran, look="read", pay="irreversible")
+    session = Session()
+    with pytest.raises(ApprovalNeeded):
+        execute_tool(ToolCall("look", {"amount": 5}, id="c1"), session=session, prompt=prompt)
+
+    result = execute_tool(
+        ToolCall("pay", {"amount": 5}, id="c1"),
+        session=session,
+        prompt=prompt,
+        approval=Approval(True),
+    )
+
+    assert "has changed since" in result.message
+    assert ran == []
+
+
+def test_a_recorded_approval_of_one_tool_is_none_of_another():
+    """The first person has approved ``look`` only, the second ``pay``."""
+    ran: list[str] = []
+    two = [ApprovalPolicy(name="first"), ApprovalPolicy(name="second")]
+    prompt = offering(two, ran, look="read", pay="irreversible")
+    session = Session()
+    for name, approval in (("look", None), ("look", True), ("pay", None), ("pay", True)):
+        with pytest.raises(ApprovalNeeded):
+            execute_tool(
+                ToolCall(name, {"amount": 5}, id="c1"),
+                session=session,
+                prompt=prompt,
+                approval=None if approval is None else Approval(approval),
+            )
+
+    assert ran == []
+
+
+def test_an_approval_does_not_hold_for_a_tool_that_is_declared_anew():
+    ran: list[str] = []
+    session, call = Session(), ToolCall("pay", {"amount": 5}, id="c1")
+    before = offering([ApprovalPolicy()], ran, pay="reversible")
+    now = offering([ApprovalPolicy()], ran, pay="irreversible")
+    with pytest.raises(ApprovalNeeded):
+        execute_tool(call, session=session, prompt=before)
+
+    result = execute_tool(call, session=session, prompt=now, approval=Approval(True))
+
+    assert "has changed since" in result.message
+    assert ran == []
+
+
+def test_always_does_not_hold_for_a_tool_that_reaches_further():
+    ran: list[str] = []
+    session, rule = Session(), ApprovalRule(tool="pay")
+    always = ApprovalPolicy(ask=lambda _: Approval(True, always=rule))
+    before = offering([always], ran, pay="reversible")
+    now = offering([ApprovalPolicy(ask=lambda _: False)], ran, pay="irreversible")
+    for prompt in (before, before, now):
+        execute_tool(ToolCall("pay", {"amount": 5}), session=session, prompt=prompt)
+
+    assert ran == ["pay", "pay"]
+
+
 def test_arguments_that_a_policy_wants_changed_after_the_approval_are_refused():
     """An approval is for exactly the arguments that were shown."""
     amounts = iter((None, {"amount": 500}))

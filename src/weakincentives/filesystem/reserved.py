@@ -141,13 +141,11 @@ class Reserved:
         """Return the directories that paths may make a repository of, each with a part of it."""
         found: dict[Parts, Parts] = {}
         for parts in paths:
-            inside = False
-            for depth, name in enumerate(each.lower() for each in parts):
-                if name == ".git":
-                    inside = True  # checked by name
-                elif name == "modules":
-                    inside = False
-                is_part = not inside and (name in _CODE or name in _STRUCTURE)
+            names = tuple(each.lower() for each in parts)
+            for depth, name in enumerate(names):
+                if names[:depth][-1:] == (".git",):
+                    continue  # checked by name
+                is_part = name in _CODE or name in _STRUCTURE
                 if is_part and not self._allowed.match("/".join(parts)):
                     found.setdefault(parts[:depth], parts[: depth + 1])
         return found
@@ -195,7 +193,6 @@ class Reserved:
     def _named(self, parts: Parts, look: Look, now: Look | None, directory: bool) -> Parts | None:
         # Some filesystems ignore case.
         names = tuple(name.lower() for name in parts)
-        inside = False
         for depth, name in enumerate(names):
             if name in _FILES or (name.startswith(".") and name.endswith(".wink") and name[1:-5]):
                 return parts[: depth + 1]
@@ -203,11 +200,10 @@ class Reserved:
                 length = _code_in(names[depth + 1 :])
                 if length or not (names[depth + 1 :] or directory):
                     return parts[: depth + 1 + length]
-                inside = True
-            elif name == "modules":
-                inside = False  # below are git directories, whatever their submodules are called
-            elif not inside and self._in_repository(parts, names, depth, look, now):
-                return parts[: depth + 1]
+            elif names[:depth][-1:] != (".git",) and self._in_repository(
+                parts, names, depth, look, now
+            ):
+                return parts[: depth + 1]  # also in .git: a submodule, or what a link leads to
         return None
 
     def _in_repository(

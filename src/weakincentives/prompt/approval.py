@@ -122,18 +122,14 @@ class ApprovalRequest:
 
     @property
     def digest(self) -> str:
-        """Differs whenever the arguments or the preview differ."""
-        preview = json.dumps(asdict(self.preview), sort_keys=True, default=repr)
-        return hashlib.sha256(f"{_json(self.arguments)}\n{preview}".encode()).hexdigest()
+        """Differs whenever the tool, its description, the arguments or the preview differ."""
+        tool = [self.tool_name, self.description, self.reach]
+        shown = {"tool": tool, "arguments": self.arguments, "preview": asdict(self.preview)}
+        return hashlib.sha256(_json(shown).encode()).hexdigest()
 
     def shows_the_same_as(self, other: ApprovalRequest) -> bool:
         """Whether an answer to this request is one to the other, too."""
-        return (
-            self.tool_name == other.tool_name
-            and self.policy_name == other.policy_name
-            and self.preview == other.preview
-            and _same(self, other)
-        )
+        return self.policy_name == other.policy_name and self.digest == other.digest
 
     # For a prompt on a terminal: everything on one line, invisible characters escaped.
     def __str__(self) -> str:
@@ -237,6 +233,8 @@ class StandingApproval:
     policy_name: str
     rule: ApprovalRule
     by: str = ""
+    reach: Reach | None = None
+    """Of the tool as it was shown; the answer does not hold for another one."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -260,8 +258,8 @@ class ApprovalPolicy:
 
     It covers the tools of these names and those of these reaches; without either, all tools.
     ``when`` narrows that to calls for which it is true. A late or invalid answer denies the call,
-    and so does an ``ask`` that raises. An approval is for exactly the arguments and the files that
-    were shown: if those change meanwhile, the call is refused.
+    and so does an ``ask`` that raises. An approval is for exactly the tool, the arguments and the
+    files that were shown: if those change meanwhile, the call is refused.
 
     >>> policy = ApprovalPolicy(ask=lambda request: input(f"{request}? ") == "y",
     ...                         reaches={"irreversible"})
@@ -352,7 +350,7 @@ class ApprovalPolicy:
             if not answer.always.covers(now):
                 _logger.error("the rule %s does not cover the call it was given for", answer.always)
                 return _decision(request, Approval(False, reason="the answer was invalid"))
-            rule = StandingApproval(self.name, answer.always, answer.by)
+            rule = StandingApproval(self.name, answer.always, answer.by, now.reach)
             context.session[StandingApproval].append(rule)
         return _decision(request, answer, None if _same(request, now) else now.arguments)
 
@@ -384,7 +382,8 @@ class ApprovalPolicy:
             if rule.covers(request):
                 return f"approved by the rule: {rule}"
         for each in context.session[StandingApproval].all():
-            if each.policy_name == self.name and each.rule.covers(request):
+            is_same = (each.policy_name, each.reach) == (self.name, request.reach)
+            if is_same and each.rule.covers(request):
                 by = f" by {each.by}" if each.by else ""
                 return f"approved{by} for the session: {each.rule}"
         return None
