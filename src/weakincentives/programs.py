@@ -170,6 +170,8 @@ def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> s
         is_project = os.path.isdir(path) and {key, option} & _OF_PROJECTS
         if (is_code or is_project) and (why := reach_of_agents(path)):
             return f"{path} is not run: {why}. Move it elsewhere"
+        if argument in ("-c", "-m") or (is_code and not option.startswith("-")):
+            is_interpreter = None  # what follows is for the script, or for the module
     return None
 
 

@@ -25,6 +25,7 @@ from weakincentives.prompt import (
     QuotaPolicy,
     SequentialDependencyPolicy,
     ToolResult,
+    if_offered,
 )
 from weakincentives.runtime import ToolCall, aexecute_tool
 
@@ -101,7 +102,8 @@ def nested(params: Step, context: Any) -> None:
 
 
 def policies() -> list[Any]:
-    return [SequentialDependencyPolicy(dependencies={"other": {"work"}}), QuotaPolicy(max_calls=9)]
+    after = SequentialDependencyPolicy(dependencies={if_offered("other"): {"work"}})
+    return [after, QuotaPolicy(max_calls=9)]
 
 
 SCENARIOS: dict[str, Callable[[], World]] = {

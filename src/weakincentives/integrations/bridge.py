@@ -340,7 +340,7 @@ class Bridge(Closes):
         refuse_misspelt_tools(attached, known, ToolDefinitionError)
         refuse_shared_names(attached, ToolDefinitionError)
         # The framework may have tools of its own, which are known when they are called.
-        self.policies = tuple(policy.for_any_tool() for policy in attached)
+        self._attached = tuple(policy.for_any_tool() for policy in attached)
         self._lock = threading.Lock()
         self._runs: dict[_Place, _Run] = {}
         self._closed = False
@@ -512,7 +512,7 @@ class Bridge(Closes):
             saved = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
             run.registry = closing.enter_context(
                 ToolRegistry(
-                    self.tools, workspace=files, session=saved.session, policies=self.policies
+                    self.tools, workspace=files, session=saved.session, policies=self._attached
                 )
             )
             run.mark, run.closing = saved.mark, closing.pop_all()
