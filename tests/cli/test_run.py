@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -736,6 +738,19 @@ def long_run(project: Path) -> str:
     return script(project, LONG)
 
 
+@contextmanager
+def waiting_command(project: Path) -> Iterator[None]:
+    """Begin when the command reads from the pipe: its name is shown before its call begins."""
+    opened = -1
+    while opened < 0:
+        with suppress(OSError):  # until someone reads
+            opened = os.open(project.parent / "waiting", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        yield
+    finally:
+        os.close(opened)
+
+
 def let_go_on(project: Path) -> None:
     """Let the command that waits find something, when it is made again."""
     waiting = project.parent / "waiting"
@@ -759,11 +774,12 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
         [*WINK, "run", "long", "-w", str(project), "-m", long_run, *SANDBOX], cwd=project.parent
     ) as terminal:
         terminal.wait_for("shell_execute echo 2")
-        if number is signal.SIGINT:
-            terminal.interrupt()
-        else:
-            terminal.process.send_signal(number)
-        assert terminal.end() == code
+        with waiting_command(project):
+            if number is signal.SIGINT:
+                terminal.interrupt()
+            else:
+                terminal.process.send_signal(number)
+            assert terminal.end() == code
         seen = terminal.text
     [kept] = runs_of(project)
     if number is not signal.SIGKILL:
@@ -809,8 +825,9 @@ def test_a_run_whose_terminal_is_closed_stops_at_a_clean_point(
     )
     with terminal:
         terminal.wait_for("shell_execute echo 2")
-        terminal.hang_up()
-        assert terminal.end() == 129
+        with waiting_command(project):
+            terminal.hang_up()
+            assert terminal.end() == 129
 
     log = run.wink("log", "-w", str(project))
 
