@@ -57,7 +57,7 @@ def test_the_user_approves_and_denies(runs: Runs, mode: Mode) -> None:
         assert runs.find(run).status == "queued"
         text = "hello" if run == first else "other"
         request = ApprovalRequest(
-            tool_name="send_mail", description="", arguments={"text": text},
+            tool_name="send_mail", description="Sends a mail.", arguments={"text": text},
             reach="irreversible", call_id="c1", session_id="s",
         )  # fmt: skip
         answer = runs.answered(run, "c1", request.digest)
@@ -108,6 +108,6 @@ def test_an_answer_that_comes_too_late_is_said(runs: Runs, mode: Mode) -> None:
 
 def _digest() -> str:
     return ApprovalRequest(
-        tool_name="send_mail", description="", arguments={"text": "hello"},
+        tool_name="send_mail", description="Sends a mail.", arguments={"text": "hello"},
         reach="irreversible", call_id="c1", session_id="s",
     ).digest  # fmt: skip
