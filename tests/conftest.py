@@ -27,11 +27,13 @@ for _number, _handler in (
 # Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
 os.umask(0o022)
 _SETTINGS = ("HEAVY", "INTEGRATION", "SEED", "TEST_SHOWN", "THOROUGH", "TORTURE", "UNTIL")
+_OF_THE_STARTER = (
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),  # an environment that is activated
+)
 for _name in list(os.environ):
     _of_the_tests = _name.removeprefix("WINK_") in _SETTINGS
-    if _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE") or (
-        _name.startswith("WINK_") and not _of_the_tests
-    ):
+    if _name in _OF_THE_STARTER or (_name.startswith("WINK_") and not _of_the_tests):
         del os.environ[_name]
 
 # Shared machines stall, so no example has a deadline. The examples are always the same, because the
