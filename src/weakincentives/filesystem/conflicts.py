@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weakincentives.filesystem.entry import Entry, listing_of, matches
 from weakincentives.filesystem.history import Committed, Delta, Past
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.layers import Disk, Layer, Look, walk
+from weakincentives.filesystem.layers import Disk, Layer, Look, node_at, walk
 from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.states import before_call
 
@@ -179,7 +179,7 @@ def _in_the_way(now: Look, before: Look, top: Parts) -> Iterator[Parts]:
     """Yield what someone put into a removed directory where something else was before."""
     others: set[Parts] = set()
     for parts, node in walk(now, [top]):
-        was = _node(before, parts)
+        was = node_at(before, parts)
         if was is None or is_below(parts, others):
             continue
         if was.is_directory and node.is_directory:
@@ -199,7 +199,7 @@ def _is_as_left(left: Entry | None, look: Look, parts: Parts, *, moved: bool) ->
     if left is None or not (moved and left.is_directory):
         return True
     # What is in it was moved along, and nothing else says what that was.
-    now = _node(look, parts)
+    now = node_at(look, parts)
     is_it = now is not None and now.ino == left.ino
     return is_it or left.digest in (None, listing_of(look.kinds(parts)))
 
@@ -238,9 +238,9 @@ def _has_content(known: Entry, now: Entry, look: Look, parts: Parts) -> bool:
 
 def _is_alike(one: Look, other: Look, parts: Parts) -> bool:
     """Tell whether two looks have the same at a path."""
-    known = _node(one, parts)
+    known = node_at(one, parts)
     if known is None:
-        return _node(other, parts) is None
+        return node_at(other, parts) is None
     try:
         if known.kind == "link":
             known = known._replace(target=one.link_target(parts))
@@ -251,18 +251,11 @@ def _is_alike(one: Look, other: Look, parts: Parts) -> bool:
     return is_same(known, other, parts)
 
 
-def _node(look: Look, parts: Parts) -> Entry | None:
-    try:
-        return look.node(parts)
-    except OSError:
-        return None
-
-
 def _is_directory(look: Look, parts: Parts) -> bool:
-    node = _node(look, parts)
+    node = node_at(look, parts)
     return node is not None and node.is_directory
 
 
 def _mode(look: Look, parts: Parts) -> int | None:
-    node = _node(look, parts)
+    node = node_at(look, parts)
     return None if node is None else node.mode
