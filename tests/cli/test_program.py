@@ -462,8 +462,9 @@ def test_an_interactive_shell_works_with_its_jobs_and_ctrl_c(project: Path):
     argv = [*WINK, "exec", "--", "bash", "--norc", "-i"]
     with Terminal(argv, cwd=project, env={"PS1": "inside> "}) as terminal:
         terminal.wait_for("inside>")
-        terminal.send("sleep 1000\n")
-        terminal.wait_for("sleep 1000")
+        # The job says that it has begun: before that, Ctrl-C reaches the shell, which ignores it.
+        terminal.send("sh -c 'echo job has be\"\"gun; exec sleep 1000'\n")
+        terminal.wait_for("job has begun")
         terminal.interrupt()
         terminal.wait_for("inside>", times=2)
         terminal.send("sleep 1000 & jobs; tty; echo two >> a.txt; echo said $((40 + 2))\n")
