@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rpds
 
+from installed import Installed
 from weakincentives import __version__
 from weakincentives.errors import FilesystemError, McpServerError, ResourceError
 from weakincentives.filesystem import HostFilesystem
@@ -482,6 +484,29 @@ def test_runs_that_we_start_load_no_planted_module(workspace: Path):
     )
 
     assert done.stdout == f"wink {__version__}\n"
+
+
+def test_a_planted_module_does_not_stand_in_for_one_that_is_not_installed(tmp_path: Path):
+    """The project is installed beside us to be edited: its sources are on the path."""
+    ours = Installed(tmp_path)
+    (ours.packages / "others.pth").unlink()
+    for each in Path(rpds.__file__).parent.parent.iterdir():
+        if not each.name.startswith(("starlette", "__pycache__")) and each.suffix != ".pth":
+            (ours.packages / each.name).symlink_to(each)
+    (ours.packages / "project.pth").write_text(f"{ours.root}/src\n")
+    plant(ours.root / "src/starlette.py", f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
+    with HostFilesystem(ours.root):
+        pass
+
+    done = subprocess.run(
+        [ours.environment / "bin/python", "-m", "weakincentives.cli", "debug", "--no-open"],
+        cwd=ours.root,
+        capture_output=True,
+        text=True,
+    )
+
+    assert "starlette is not installed" in done.stderr
+    assert not (tmp_path / "was-run").exists()
 
 
 # Review habit

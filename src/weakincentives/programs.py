@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -22,6 +23,7 @@ from weakincentives.errors import StateUnavailable
 from weakincentives.logs import get_logger
 from weakincentives.state import (
     is_noted_writable,
+    module_path,
     note_writable,
     our_code,
     our_environment,
@@ -151,6 +153,16 @@ def reach_of_agents(path: str, *, ours: bool = True) -> str | None:
         if why := _why_writable(step, state):
             return why
     return None
+
+
+def drop_planted_modules() -> None:
+    """Look for modules only where no agent can have written any: see ``state.module_path``.
+
+    An editable install puts a project's directory on the path, and so does ``PYTHONPATH``. A module
+    there would be loaded in place of one that is not installed.
+    """
+    module_path()  # as it was
+    sys.path[:] = [each for each in sys.path if reach_of_agents(os.path.abspath(each)) is None]
 
 
 def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
