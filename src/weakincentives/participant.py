@@ -27,6 +27,14 @@ class Participant:
     """Whether calls change the object itself, so that only one call at a time can use it."""
     journalled: bool = False
     """Whether merging and undoing take several steps that Ctrl-C must not interrupt."""
+    commits_last: bool = False
+    """Whether a merge is final: nothing that can fail may come after it."""
+    in_call_order: bool = False
+    """Whether the concurrent calls of a turn can use it only one after the other."""
+    lost_race: bool = False
+    """Whether another transaction kept this view from going on, so that its call can be re-run."""
+    patience: float = 30.0
+    """Seconds for which such a call is re-run."""
     read_only: str | None = None
     """Why changes to this view are refused; None when they are not."""
     _sealed: str | None = None

@@ -231,6 +231,9 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         return ToolResult(text, success=False, failure=failure)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")
+    if transaction.lost_race is not None and not raises_through(error):
+        said = f"another transaction was changing the same data: {text.partition(chr(10))[0]}"
+        return ToolResult.error(said, code="CONFLICT", suggestions=("Look again, then retry",))
     if isinstance(error, (MergeConflict, InUse)):
         return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if raises_through(error):
