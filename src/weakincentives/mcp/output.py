@@ -50,7 +50,7 @@ class McpOutput:
 def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
     """Return an answer with at most ``limit`` characters of text for the model."""
     structured = answer.structured_content
-    parts = list(_parts(answer.content))
+    parts = list(parts_of(answer.content))
     text = "\n".join(part if isinstance(part, str) else part.render() for part in parts)
     if not text and structured is not None:
         text = json.dumps(structured, ensure_ascii=False)
@@ -62,7 +62,7 @@ def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
     return McpOutput(text, structured, tuple(part for part in parts if isinstance(part, Media)))
 
 
-def _parts(content: Iterable[types.ContentBlock]) -> Iterator[str | Media]:
+def parts_of(content: Iterable[types.ContentBlock]) -> Iterator[str | Media]:
     """Yield the texts and the media of an answer; a text about media that cannot be taken."""
     from mcp import types
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from weakincentives.errors import (
     DeadlineExceededError,
+    InvalidArguments,
     McpServerError,
     ToolDefinitionError,
     ToolValidationError,
@@ -22,14 +25,18 @@ from weakincentives.errors import (
 from weakincentives.logs import get_logger
 from weakincentives.mcp.connection import HttpServer, McpConnection, StdioServer, as_server
 from weakincentives.mcp.output import McpOutput, output_of
+from weakincentives.mcp.requests import AskModel, AskUser, PendingCall, Requests
 from weakincentives.prompt.contracts import Effect, PermissionPrecondition
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes, plain_schema
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import SERVER_ERROR, TIMEOUT, RetryPolicy
+from weakincentives.serde.bounded_schema import BoundedSchema
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    import os
+
     from mcp import types
 
     from weakincentives.session import Session
@@ -109,6 +116,11 @@ class McpToolsSection(Section[None]):
         undo: How to undo the effect of a tool, by the server's names; makes it ``compensable``.
         output_limit: Characters of an answer that the model sees.
         start_timeout: Seconds for the server to start, connect and list its tools.
+        ask: Answers what the server asks the user: a function as for an ``ApprovalPolicy``, or
+            ``"approvals"``: whoever approves calls of the prompt. None: the server cannot ask.
+        model: Answers what the server asks a model: an adapter, or ``"run"``, the model of the run.
+            With ``ask`` each request is approved first. None: the server cannot ask.
+        roots: Directories that the server is told to work in.
         follow_changes: Offer changed tools from the next turn on when the server reports them.
     """
 
@@ -129,6 +141,9 @@ class McpToolsSection(Section[None]):
         output_limit: int = 100_000,
         start_timeout: float = 30.0,
         follow_changes: bool = True,
+        ask: AskUser = None,
+        model: AskModel = None,
+        roots: Iterable[str | os.PathLike[str]] = (),
         **options: Unpack[SectionOptions[None]],
     ) -> None:
         self._allow, self._deny = _patterns("allow", allow), _patterns("deny", deny)
@@ -160,7 +175,12 @@ class McpToolsSection(Section[None]):
             if follow_changes and section is not None:
                 section._follow(listed)
 
-        self._connection = McpConnection(place, start_timeout=start_timeout, on_tools=follow)
+        self._connection = McpConnection(
+            place,
+            start_timeout=start_timeout,
+            on_tools=follow,
+            requests=Requests(str(place), ask=ask, model=model, roots=roots),
+        )
         weakref.finalize(self, self._connection.close)
         self._lease = _lease_of(self._connection)
         try:
@@ -253,16 +273,22 @@ class McpToolsSection(Section[None]):
             return await self._call(terms, params, context)
 
         permission = self._of("permissions", listed.name)
-        return Tool.from_schema(
-            terms.offered,
-            (listed.description or listed.title or f"The server's tool {listed.name}.").strip(),
-            schema,
-            handler,
+        description = listed.description or listed.title or f"The server's tool {listed.name}."
+        # The handler has a timeout of its own, which stops while a person is asked; this one is a
+        # safety net.
+        is_timed = terms.timeout is not None and not self._connection.may_wait_for_person
+        return _ServerTool(
+            name=terms.offered,
+            description=description.strip(),
+            input_schema=schema,
+            handler=handler,
+            params_type=dict,
+            result_type=Any,
+            strict=False,
             title=listed.title or "",
             reach=terms.reach,
             writes=terms.writes,
-            # The handler has a timeout of its own; this one is a safety net.
-            timeout=None if terms.timeout is None else terms.timeout + _GRACE,
+            timeout=terms.timeout + _GRACE if is_timed and terms.timeout else None,
             retry=terms.retry,
             preconditions=[
                 PermissionPrecondition(
@@ -335,14 +361,18 @@ class McpToolsSection(Section[None]):
     ) -> types.CallToolResult:
         limit, by_deadline = _limit(terms, context)
         loop = asyncio.get_running_loop()
+        clock = _Clock()
 
         def report(done: float, total: float | None, message: str | None) -> None:
             said = partial(context.report, message or "", done=done, total=total)
             loop.call_soon_threadsafe(said)
 
         try:
-            async with asyncio.timeout(limit):
-                return await self._connection.call(terms.name, params, on_progress=report)
+            async with asyncio.timeout(limit) as clock.timeout:
+                caller = PendingCall(context, terms.offered, clock.on_wait)
+                return await self._connection.call(
+                    terms.name, params, caller=caller, on_progress=report
+                )
         except TimeoutError:
             await self._halt(terms)
             if by_deadline:
@@ -388,6 +418,81 @@ class McpToolsSection(Section[None]):
             apply=lambda: None,
             rollback=compensate,
         )
+
+
+class _ServerTool(Tool[dict[str, Any], McpOutput]):
+    """A tool of a server."""
+
+    def parse(self, arguments: object) -> dict[str, Any]:
+        """Return the arguments; ``null`` for one that may be left out leaves it out.
+
+        Models fill in what they do not need with ``null``. It is passed on where the server's
+        schema accepts it.
+        """
+        try:
+            return super().parse(arguments)
+        except InvalidArguments:
+            left = self._without_nulls(arguments)
+            if left is None:
+                raise
+            return super().parse(left)
+
+    def _without_nulls(self, arguments: object) -> dict[str, Any] | None:
+        """Return the arguments without each null that the schema refuses; None if there is none."""
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            return None
+        given = cast("Mapping[str, Any]", arguments)
+        schema = cast("Mapping[str, Any]", self.input_schema)
+        properties = schema.get("properties", {})
+        refused = {
+            name
+            for name, value in given.items()
+            if value is None
+            and name in properties
+            and name not in schema.get("required", ())
+            and not _accepts_null(properties[name], schema)
+        }
+        left = {name: value for name, value in given.items() if name not in refused}
+        return left if refused else None
+
+
+def _accepts_null(schema: object, whole: Mapping[str, Any]) -> bool:
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    defined = {
+        key: whole[key] for key in ("$schema", "$id", "$defs", "definitions") if key in whole
+    }
+    try:
+        return not any(BoundedSchema({**defined, **cast("Any", schema)}).errors(None))
+    except Exception:  # too much to check
+        return True
+
+
+class _Clock:
+    """The timeout of a call, which stops while a person is asked."""
+
+    timeout: asyncio.Timeout
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._left: list[float] = []
+
+    def on_wait(self, waits: bool) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the call has ended
+            self._loop.call_soon_threadsafe(self._set, waits)
+
+    def _set(self, waits: bool) -> None:
+        end, now = self.timeout.when(), self._loop.time()
+        with suppress(RuntimeError):  # it has expired, or the call has ended
+            if waits:
+                self._left.append(math.inf if end is None else end - now)
+                self.timeout.reschedule(None)
+            elif self._left:
+                left = self._left.pop()
+                self.timeout.reschedule(None if left == math.inf else now + left)
 
 
 def _lease_of(connection: McpConnection) -> type[Any]:
