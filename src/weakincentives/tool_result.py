@@ -84,6 +84,8 @@ class ToolResult(Generic[R_co]):
         suggestions: Sequence[str] = (),
     ) -> ToolResult[Any]:
         """Return an expected failure, worded for the model. The call is rolled back."""
+        if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"ToolResult.error takes a message, got {message!r}: write str(...)")
         failure = ToolError(code, message, recoverable, tuple(suggestions))
         return ToolResult(message, None, success=False, failure=failure)
 

@@ -20,6 +20,7 @@ from weakincentives.prompt.policies import (
     attach,
     names_of,
     refuse_shared_names,
+    refuse_unknown_cascades,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -171,6 +172,8 @@ class ToolRegistry:
         self, tools: Iterable[AnyTool], *, namespace: str | None = None
     ) -> tuple[AnyTool, ...]:
         """Add tools, or none of them if one cannot be added."""
+        if not isinstance(tools, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"a registry takes a list of tools, got {tools!r}: write [...]")
         space = self.namespace if namespace is None else _checked_namespace(namespace)
         return self._add([_entry(tool, space) for tool in tools])
 
@@ -193,6 +196,7 @@ class ToolRegistry:
         refuse_shared_names(rules, ToolDefinitionError)
         refuse_unknown_tools(rules, named, named, where, ToolDefinitionError)
         refuse_unknown_references(rules, named, where, ToolDefinitionError)
+        refuse_unknown_cascades(self.list(), named, where, ToolDefinitionError)
         self._checked = True
 
     def unregister(self, name: str) -> bool:
@@ -665,7 +669,9 @@ def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> Attac
 
 def _entry(tool: object, namespace: str | None, rules: tuple[AttachedPolicy, ...] = ()) -> _Entry:
     if not isinstance(tool, Tool):
-        raise ToolDefinitionError(f"a registry takes tools, got {tool!r}")
+        raise ToolDefinitionError(
+            f"a registry takes tools, got {tool!r}: make one with @tool or Tool[P, R](...)"
+        )
     found = cast("AnyTool", tool)
     if found.handler is None:
         raise ToolDefinitionError(f"Tool '{found.name}' must have a handler: a registry runs it")
