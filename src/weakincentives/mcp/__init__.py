@@ -9,6 +9,8 @@ load_lazily(__name__)
 if TYPE_CHECKING:
     from weakincentives.mcp.connection import HttpServer as HttpServer
     from weakincentives.mcp.connection import StdioServer as StdioServer
+    from weakincentives.mcp.context_sections import McpPromptSection as McpPromptSection
+    from weakincentives.mcp.context_sections import McpResourcesSection as McpResourcesSection
     from weakincentives.mcp.elicitation import ask_client as ask_client
     from weakincentives.mcp.oauth import OAuth as OAuth
     from weakincentives.mcp.oauth import TokenFile as TokenFile
@@ -18,3 +20,4 @@ if TYPE_CHECKING:
     from weakincentives.mcp.tools_section import LeftOutTool as LeftOutTool
     from weakincentives.mcp.tools_section import McpToolsSection as McpToolsSection
     from weakincentives.mcp.tools_section import McpUndo as McpUndo
+    from weakincentives.mcp.tools_section import mcp_sections as mcp_sections

@@ -178,13 +178,13 @@ class McpConnection:
         Cancelling tells the server; what it answers later is dropped.
         """
 
-        async def progress(done: float, total: float | None, message: str | None) -> None:
+        async def report(progress: float, total: float | None, message: str | None) -> None:
             if on_progress is not None:
-                on_progress(done, total, message)
+                on_progress(progress, total, message)
 
         given = dict(arguments)
         return await self.request(
-            lambda client: client.call_tool(name, given, progress_callback=progress), caller
+            lambda client: client.call_tool(name, given, progress_callback=report), caller
         )
 
     async def request(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from weakincentives.errors import InvalidArguments, ParseError, PromptEvaluationError, Suspended
 from weakincentives.logs import get_logger
@@ -32,7 +32,7 @@ from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from mcp import types
     from mcp.client.context import ClientRequestContext
@@ -94,7 +94,7 @@ class ServerQuestion(ApprovalRequest):
 
     @property
     def question(self) -> str:
-        asked = visible(self.message[:_MOST_SHOWN])
+        asked = visible(json.dumps(self.message[:_MOST_SHOWN], ensure_ascii=False))
         return f"The MCP server {harmless(self.server)} asks during {self.tool_name}: {asked}"
 
     def describe(self, most: int) -> str:
@@ -141,7 +141,7 @@ class Requests:
         }
 
     @contextmanager
-    def during(self, caller: PendingCall | None) -> Iterator[None]:
+    def during(self, caller: PendingCall | None) -> Generator[None]:
         """Answer requests for this call while the block runs."""
         if caller is None:
             yield
@@ -157,7 +157,7 @@ class Requests:
             _calling.reset(token)
 
     @contextmanager
-    def timed(self, on_wait: OnWait) -> Iterator[None]:
+    def timed(self, on_wait: OnWait) -> Generator[None]:
         """Tell a clock when a person is waited for, while the block runs."""
         self._clocks.append(on_wait)
         try:
@@ -166,7 +166,7 @@ class Requests:
             self._clocks.remove(on_wait)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None]:
         """Stop all clocks: the block waits for a person."""
         clocks = tuple(self._clocks)
         for each in clocks:
@@ -208,7 +208,7 @@ class Requests:
 
     async def _answer(self, caller: PendingCall, form: _Form) -> Approval | None:
         """Return the answer of a person, or None if there was none."""
-        ask = _asking(caller) if self._ask == "approvals" else self._ask
+        ask = _asking(caller) if isinstance(self._ask, str) else self._ask
         if ask is None:
             return None
 
@@ -296,7 +296,7 @@ def _asking(caller: PendingCall) -> Ask | None:
 
 
 @dataclass
-class _Form(Generic[T]):
+class _Form:
     """A question of a server, and the answers that it takes."""
 
     message: str
@@ -305,7 +305,7 @@ class _Form(Generic[T]):
     facts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
-    def of(cls, params: types.ElicitRequestParams) -> _Form[T]:
+    def of(cls, params: types.ElicitRequestParams) -> _Form:
         from mcp import types
 
         if isinstance(params, types.ElicitRequestURLParams):
@@ -334,22 +334,17 @@ class _Form(Generic[T]):
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    given = cast("Mapping[str, Any]", properties)
+    given = cast("Mapping[str, Any]", schema.get("properties") or {})
     return {name: each for name, each in given.items() if isinstance(each, Mapping)}
 
 
 def _about(field: Mapping[str, Any]) -> str:
     """Return what a field of a form takes, in words."""
-    items = field.get("items")
+    items: object = field.get("items")
     holder = cast("Mapping[str, Any]", items) if isinstance(items, Mapping) else field
-    choices = holder.get("enum") or [
-        each.get("const")
-        for each in cast("Sequence[Any]", holder.get("oneOf") or holder.get("anyOf") or ())
-        if isinstance(each, Mapping)
-    ]
+    listed = cast("Sequence[Any]", holder.get("oneOf") or holder.get("anyOf") or ())
+    constants = [each.get("const") for each in listed]
+    choices = cast("Sequence[Any]", holder.get("enum") or constants)
     said = [str(field[key]) for key in ("title", "description") if field.get(key)]
     said.append(f"one of {', '.join(map(str, choices))}" if choices else str(field.get("type", "")))
     return "; ".join(filter(None, said))
