@@ -203,6 +203,10 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         (output_type,) = type_args
         return cls(*args, output_type=output_type, **kwargs)
 
+    def __repr__(self) -> str:
+        sections = ", ".join(section.derived_key() for section in self.sections)
+        return f"<{type(self).__name__} {self.ns}/{self.key}: {sections}>"
+
     def with_sections(
         self, change: Callable[[str, Section[Any]], Section[Any]]
     ) -> PromptTemplate[OutT]:
@@ -285,6 +289,9 @@ class Prompt(Generic[OutT]):
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
+
+    def __repr__(self) -> str:
+        return f"<Prompt of {self.template!r}>"
 
     def bind(
         self,
