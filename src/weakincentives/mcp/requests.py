@@ -335,7 +335,7 @@ class _Form:
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     given = cast("Mapping[str, Any]", schema.get("properties") or {})
-    return {name: dict(each) for name, each in given.items() if isinstance(each, dict)}
+    return {name: cast("Any", each) for name, each in given.items() if isinstance(each, dict)}
 
 
 def _about(field: Mapping[str, Any]) -> str:
