@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import unified_diff
 from pathlib import Path
 from time import localtime, strftime
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.cli.common import Misuse, echo
 from weakincentives.clock import SYSTEM_CLOCK
@@ -128,7 +128,7 @@ def member(text: str, keys: Sequence[str]) -> Any:
     """Return the value of a member, or None."""
     found: Any = _parsed(text).plain if text.strip() else {}
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
+        found = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
     return found
 
 
