@@ -65,6 +65,8 @@ class CallPreview:
     """The paths that the call changes, with links followed. Rules for paths look at them."""
     command: tuple[str, ...] = ()
     """The words of a command that is nothing but words. Rules for commands look at them."""
+    script: str = ""
+    """The argument that is a command for a shell: it is shown as one."""
     state: str = ""
     """Differs whenever what the preview is based on differs: a digest of the files, for example."""
 
@@ -83,6 +85,8 @@ class ApprovalRequest:
     call_id: str
     session_id: str
     preview: CallPreview = _NO_PREVIEW
+    defaults: tuple[str, ...] = ()
+    """The arguments that have their default value. A question can leave them out."""
     policy_name: str = ""
     """Which policy asks: a call may need several approvals."""
     revise: Callable[[Mapping[str, Any]], ApprovalRequest] | None = field(
@@ -106,8 +110,13 @@ class ApprovalRequest:
         if preview.diff:
             text = visible(preview.diff.replace("\\", "\\\\")).rstrip("\n")
             lines += ["The change:", *(f"  | {line}" for line in text.split("\n"))]
-        lines += ["Arguments:"] if self.arguments else ["No arguments."]
-        for name, value in self.arguments.items():
+        named = {n: v for n, v in self.arguments.items() if n not in self.defaults}
+        lines += ["Arguments:"] if named else ["No arguments."]
+        for name, value in named.items():
+            if preview.script and name == preview.script and isinstance(value, str):
+                command = visible(value.replace("\\", "\\\\")).split("\n")
+                lines += [f"  | $ {command[0]}", *(f"  |   {line}" for line in command[1:])]
+                continue
             shown = json.dumps(value, ensure_ascii=False, default=repr)
             shown = "in the change" if name in preview.in_diff else visible(shown)
             lines.append(f"  | {visible(json.dumps(name, ensure_ascii=False))[1:-1]}: {shown}")
@@ -425,14 +434,26 @@ def _request(tool: Tool[Any, Any], params: Any, context: ToolContext) -> Approva
         except Exception as error:
             _logger.exception("the preview of %s failed", tool.name)
             preview = CallPreview(facts={"preview": f"failed: {error!r}"})
+    arguments = cast("Mapping[str, Any]", dump(params) or {})
     return ApprovalRequest(
         tool_name=tool.name,
         description=tool.description,
-        arguments=cast("Mapping[str, Any]", dump(params) or {}),
+        arguments=arguments,
+        defaults=_defaults(tool, arguments),
         reach=tool.reach,
         call_id=context.call_id,
         session_id=context.session_id,
         preview=preview,
+    )
+
+
+def _defaults(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    known = tool.parameters.get("properties", {})
+    return tuple(
+        name
+        for name, value in arguments.items()
+        if "default" in known.get(name, {})
+        and _json({"": value}) == _json({"": known[name]["default"]})
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.budget import BudgetTracker
 from weakincentives.call import CancellationToken, RunContext
+from weakincentives.deadlines import check_deadline
 from weakincentives.filesystem import Filesystem
 from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 
@@ -114,6 +115,7 @@ class ToolContext:
         resources = self.resources
         if resources is None and self.prompt is not None:  # pyright: ignore[reportUnnecessaryComparison]
             resources = self.prompt.resources
+        check_deadline(self.deadline)
         object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
