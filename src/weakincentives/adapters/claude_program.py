@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -69,18 +69,21 @@ def as_mcp_tool(tool: Tool[Any, Any], description: str) -> McpTool:
     )
 
 
-def with_path(params: object, directory: str, root: str) -> object:
+def with_path(
+    params: object, directory: str, root: str, places: Sequence[str] = _PLACES
+) -> object:
     """Return a native tool's arguments with ``path``, relative to the workspace if inside.
 
     Args:
-        params: As the program has them, with ``file_path`` or ``notebook_path``.
+        params: As the program has them.
         directory: The program's working directory.
         root: The workspace.
+        places: The arguments that can name the file.
     """
     if not isinstance(params, dict):
         return params
     given = cast("dict[str, object]", params)
-    place = next((given[name] for name in _PLACES if name in given), None)
+    place = next((given[name] for name in places if name in given), None)
     if not isinstance(place, str):
         return given
     # As the program resolves it: relative to its working directory, through symlinks.

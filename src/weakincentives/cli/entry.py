@@ -48,13 +48,15 @@ _COMMANDS = {
     "branch checkout": "branch.checkout",
     "policy check": "tools.check",
     "policy approve": "tools.approve",
-    "hook claude-code": "hook.claude_code",
+    "hook install": "hook.install",
+    "hook uninstall": "hook.uninstall",
+    "hook run": "hook.run",
 }
 """Each command, and its function in a module of this package."""
 _GROUPS = {
     "branch": "List, compare, merge, drop and check out branches.",
     "policy": "Check and approve the rules of a directory.",
-    "hook": "Record what another vendor's agent does.",
+    "hook": "Record every tool that a coding agent uses.",
 }
 
 

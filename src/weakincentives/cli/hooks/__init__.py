@@ -1,0 +1,1 @@
+"""Records the tools of other vendors' agents: each is a call, which `wink undo` undoes."""
