@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with suppress(AttributeError, ValueError):  # replaced by some other object
             cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
+        if arguments is None:
+            _serve_later_events(sys.argv[1:])
         _run(arguments)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -87,6 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.name not in ("typer", "rich", "prompt_toolkit"):
             raise
         _fail(f"{error.name} is missing; run: pip install 'wink-runtime[cli]'", 2)
+
+
+def _serve_later_events(arguments: Sequence[str]) -> None:
+    """Leave a process behind that records an agent's next events, if this is one of them."""
+    if list(arguments[:2]) != ["hook", "run"]:
+        return
+    from weakincentives.cli.hooks import resident
+    from weakincentives.errors import WinkError
+
+    with suppress(WinkError, OSError):  # without it, each event is only slower
+        resident.start()
 
 
 def _run(arguments: Sequence[str] | None) -> NoReturn:

@@ -164,7 +164,8 @@ def _without(change: Change) -> Change:
     if before is None:
         return Change(path, None, None)
     if path.suffix == ".toml":
-        return Change(path, before, _without_trust(before, path.with_name("hooks.json")))
+        left = _without_trust(before, path.with_name("hooks.json"))
+        return Change(path, before, left if left.strip() else None)
     if path.suffix != ".json" or path.name in _WHOLLY_OURS:
         return Change(path, before, None)
     _, settings = _settings(path)
