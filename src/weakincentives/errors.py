@@ -83,6 +83,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 
@@ -299,7 +300,27 @@ class MissingExtra(WinkError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
-        super().__init__(f"{package} is not installed: run `pip install 'wink-runtime[{extra}]'`")
+        super().__init__(f"{package} is not installed; run: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the clone or file that this came from."""
+    import json
+    import shlex
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    source = "wink-runtime"
+    note: dict[str, Any] = {}
+    with suppress(PackageNotFoundError, ValueError):
+        note = json.loads(distribution(source).read_text("direct_url.json") or "{}")
+    url = str(note.get("url", ""))
+    if url.startswith("file://"):
+        from urllib.parse import unquote, urlsplit
+
+        about: dict[str, Any] = note.get("dir_info", {})
+        editable = "--editable " if about.get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    return f"pip install '{source}[{extra}]'"
 
 
 class QueryError(WinkError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -119,7 +118,7 @@ AGENTS = {
                             "models": {"scripted": {}},
                         }
                     }
-                }
+                },
             },
             shell=lambda command: ("bash", {"command": command, "description": "-"}),
             edit=lambda path, old, new: (
@@ -175,7 +174,11 @@ class Running:
 
     @property
     def env(self) -> dict[str, str]:
-        own = {"HOME": str(self.home), "PWD": str(self.project), "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
+        own = {
+            "HOME": str(self.home),
+            "PWD": str(self.project),
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        }
         own |= {"XDG_CONFIG_HOME": str(self.home / ".config")}
         own |= {"XDG_DATA_HOME": str(self.home / ".local/share")}
         own |= {"XDG_CACHE_HOME": str(self.home / ".cache")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import signal
 import socket
 import struct
@@ -93,7 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
             events = _responses(text, calls, number, request)
         elif path.endswith("/chat/completions"):
             if not request.get("stream"):
-                self._send(json.dumps(_completion(text, calls, number)).encode(), "application/json")
+                self._send(
+                    json.dumps(_completion(text, calls, number)).encode(), "application/json"
+                )
                 return
             events = _chunks(text, calls, number)
         else:
@@ -133,9 +134,7 @@ def _messages(text: str, calls: list[Any], number: int, request: dict[str, Any])
         blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": text}))
     for place, (name, arguments) in enumerate(calls):
         start = {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": name, "input": {}}
-        blocks.append(
-            (start, {"type": "input_json_delta", "partial_json": json.dumps(arguments)})
-        )
+        blocks.append((start, {"type": "input_json_delta", "partial_json": json.dumps(arguments)}))
     for index, (start, delta) in enumerate(blocks):
         for kind, more in (
             ("content_block_start", {"content_block": start}),

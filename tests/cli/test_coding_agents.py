@@ -1,18 +1,16 @@
-"""The coding agents that people use, as real programs: each tool that they use can be undone alone."""
+"""The coding agents that people use, as real programs: each of their tools can be undone alone."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_agents import AGENTS, RealAgent, Running
-from scripted_agent import SUB
-from terminal import WINK, wink
+from terminal import wink
 
 pytestmark = pytest.mark.heavy
 

@@ -1023,7 +1023,7 @@ def test_a_message_reaches_a_run_in_progress_even_if_it_is_killed_first(project:
     (earlier,) = runs_of(project)
     assert (done.code, done.err) == (0, f"sent to {earlier.id}\n")
 
-    late = sent("too late", earlier.mark)
+    late = sent(earlier.mark, "too late")
     assert (late.code, f"{earlier.id} is not in progress" in late.err) == (2, True)
     (project.parent / "waiting").unlink()
     (project.parent / "waiting").write_text("go")

@@ -69,9 +69,7 @@ def as_mcp_tool(tool: Tool[Any, Any], description: str) -> McpTool:
     )
 
 
-def with_path(
-    params: object, directory: str, root: str, places: Sequence[str] = _PLACES
-) -> object:
+def with_path(params: object, directory: str, root: str, places: Sequence[str] = _PLACES) -> object:
     """Return a native tool's arguments with ``path``, relative to the workspace if inside.
 
     Args:

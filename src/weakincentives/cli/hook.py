@@ -9,7 +9,9 @@ import typer
 
 from weakincentives.cli.common import echo, examples
 
-Agent = Annotated[str, typer.Argument(metavar="AGENT", help="Its program, such as claude or codex.")]
+Agent = Annotated[
+    str, typer.Argument(metavar="AGENT", help="Its program, such as claude or codex.")
+]
 
 
 @examples(
@@ -17,14 +19,12 @@ Agent = Annotated[str, typer.Argument(metavar="AGENT", help="Its program, such a
     "claude                              # as always: every tool that it uses is recorded",
     "wink log                            # afterwards, in the same directory",
     "wink hook install codex --print     # change nothing, only show it",
-    more="Your settings are kept, and what is changed is copied first. If a tool cannot be recorded, "
-    'it does not run. In the documentation: "Coding agents".',
+    more="Your settings are kept, and what is changed is copied first. If a tool cannot be "
+    'recorded, it does not run. In the documentation: "Coding agents".',
 )
 def install(
     agent: Agent,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Only show the changes.")
-    ] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Only show the changes.")] = False,
 ) -> None:
     """Have a coding agent tell wink of every tool that it uses."""
     from weakincentives.cli.hooks.adapters import adapter_of
@@ -37,8 +37,10 @@ def install(
         return
     apply(changes)
     if changes:
-        echo(f"{adapter.title} is recorded from its next start on; to undo this: "
-             f"wink hook uninstall {adapter.program}")
+        echo(
+            f"{adapter.title} is recorded from its next start on; to undo this: "
+            f"wink hook uninstall {adapter.program}"
+        )
     else:
         echo(f"{adapter.title} has these hooks already.")
 
@@ -46,9 +48,7 @@ def install(
 @examples("wink hook uninstall claude", "wink hook uninstall codex --print")
 def uninstall(
     agent: Agent,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Only show the changes.")
-    ] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Only show the changes.")] = False,
 ) -> None:
     """Remove the hooks from a coding agent's settings; what it recorded stays."""
     from weakincentives.cli.hooks.adapters import adapter_of

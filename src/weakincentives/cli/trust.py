@@ -21,8 +21,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
 from weakincentives.state import Seals, our_code, our_environment, state_directory
 from weakincentives.text import harmless
@@ -61,6 +59,8 @@ def _person_approves(found: Sequence[Found]) -> bool:
     echo("These files decide what runs outside the sandbox. Review them first:", err=True)
     for each in found:
         echo(f"  {each}", err=True)
+    import typer
+
     return typer.confirm(APPROVE, err=True)
 
 
@@ -134,7 +134,7 @@ class Trust:
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
         raise Misuse(
             f"not approved: {names}. These files run code outside the sandbox, or lift a "
-            f"protection. Review them, then run: wink policy approve -w {self.workspace}"
+            f"protection. Review them, then run: wink policy trust -w {self.workspace}"
         )
 
     def _files_of(self, spec: str) -> list[Path]:
@@ -165,7 +165,7 @@ class Trust:
             if not self._approves([found]):
                 raise NotApproved(
                     f"{found.name} is not approved ({found.state}). Review it, then run: wink "
-                    f"policy approve {found.name} -w {self.workspace}"
+                    f"policy trust {found.name} -w {self.workspace}"
                 )
             self.approve([found])
         return data

@@ -200,7 +200,9 @@ ADAPTERS: Mapping[str, Adapter] = {
             kinds=_CLAUDE,
             editing=frozenset({"edit", "notebook_edit", "write_file"}),
             reading=_GEMINI_READING | {"lsp", "web_search"},
-            not_calls=frozenset({"agent", "ask_user_question", "skill", "todo_write", "tool_search"}),
+            not_calls=frozenset(
+                {"agent", "ask_user_question", "skill", "todo_write", "tool_search"}
+            ),
             others=frozenset({"run_shell_command"}),
             places=("file_path", "notebook_path"),
         ),

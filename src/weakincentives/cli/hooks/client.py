@@ -1,7 +1,7 @@
 """Started by an agent at each event: hands it to the process that records, or records it itself.
 
-Run as a script with `python -I -S`, so it imports next to nothing: what it does takes a tenth of the
-time that starting `wink` takes.
+Run as a script with `python -I -S`, it imports next to nothing: that takes a tenth of the time in
+which `wink` starts.
 """
 
 import sys

@@ -245,7 +245,9 @@ def _trusted(path: Path, hooks: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 identity = {"event_name": name, "hooks": [{**hook, "async": False}]}
                 if "matcher" in matcher and event not in _CODEX_UNMATCHED:
                     identity["matcher"] = matcher["matcher"]
-                text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+                text = json.dumps(
+                    identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+                )
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 yield f"{path}:{name}:{place}:{number}", f"sha256:{digest}"
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from weakincentives.cli.common import Misuse
+from weakincentives.cli.common import Misuse, echo
 from weakincentives.cli.hooks.adapters import adapter_of
 from weakincentives.cli.hooks.recording import answer
 
@@ -32,4 +32,4 @@ def record(agent: str, workspace: Path | None = None) -> None:
         event = replace(event, root=str(workspace))
     said = adapter.write(event.kind, answer(adapter, event))
     if said:
-        print(json.dumps(said))  # ASCII: other characters are escaped
+        echo(json.dumps(said))  # ASCII: other characters are escaped

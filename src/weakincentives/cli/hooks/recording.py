@@ -1,7 +1,7 @@
 """Records what an agent's tools do to a directory: each becomes one of our calls.
 
-The agent reports each of its tools before and after it runs. Nothing of ours runs in between: the files
-are noted in the store, and compared when the tool has ended.
+The agent reports each of its tools before and after it runs. Nothing of ours runs in between: the
+files are noted in the store, and compared when the tool has ended.
 """
 
 from __future__ import annotations
@@ -194,9 +194,7 @@ class _Hooked:
         key = event.use or _begun(event, uses) or _fresh(event)
         is_known = uses.pop(key, None) is not None
         noted = self._noted(event.tool, self._params(), is_alone=not uses) if is_known else None
-        message = self._commit(
-            event.session, event.tool, self._params(), key, noted, event.answer
-        )
+        message = self._commit(event.session, event.tool, self._params(), key, noted, event.answer)
         self._let_go(uses)
         self._reply.rolled_back = message or ""
 

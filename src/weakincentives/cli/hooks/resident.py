@@ -21,7 +21,7 @@ from pathlib import Path
 
 from weakincentives.cli.common import INSIDE
 from weakincentives.cli.hooks import client
-from weakincentives.state import state_directory
+from weakincentives.state import our_code, state_directory
 
 IDLE = 900.0
 """Seconds without an event after which it ends."""
@@ -31,16 +31,18 @@ _NEEDED = (
     "asyncio",
     "difflib",
     "weakincentives.cli.common",
-    "weakincentives.cli.hook",
-    "typer.main",
+    "pydantic.type_adapter",
+    "weakincentives.cli.coding_agents",
     "weakincentives.cli.config",
     "weakincentives.cli.hooks.program",
     "weakincentives.cli.trust",
     "weakincentives.cli.workbench",
     "weakincentives.filesystem",
     "weakincentives.integrations.bridge",
+    "weakincentives.prompt.feedback",
     "weakincentives.runtime.calls",
     "weakincentives.runtime.hosted",
+    "weakincentives.runtime.recovery",
 )
 """What handling an event imports."""
 
@@ -72,19 +74,25 @@ def start() -> None:
         return
     try:
         if os.fork() == 0:
-            _become_resident(os.fsdecode(path))
+            _become_resident(os.fsdecode(path), lock)
     finally:
         os._exit(0)
 
 
-def _become_resident(path: str) -> None:
+def _become_resident(path: str, lock: int) -> None:
     os.setsid()
     os.chdir("/")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):  # the agent waits until nobody has its pipes
         os.dup2(nowhere, number)
+    os.closerange(3, lock)
+    os.closerange(lock + 1, os.sysconf("SC_OPEN_MAX"))
     for name in _NEEDED:
         importlib.import_module(name)
+    from weakincentives.cli.workbench import suite_tools
+
+    suite_tools()  # which is kept: it takes longer than all the rest of an event
+    our_code()
     code = _code()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
