@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import socket
 import struct
@@ -46,22 +47,21 @@ class Model(ThreadingHTTPServer):
             log.write(json.dumps({"path": path, "request": request}) + "\n")
         if not request.get("tools"):
             return "A title", []  # or something else that is not the conversation
-        messages = request.get("messages") or request.get("contents") or request.get("input")
+        messages: list[dict[str, Any]] = (
+            request.get("messages") or request.get("contents") or request["input"]
+        )
         first = json.dumps([each for each in messages if each.get("role") == "user"])
         is_sub = SUB in first
         left = self._scripts["sub" if is_sub else "main"]
         with self._lock:
-            turn = left.pop(0) if left else "Done."
-        if isinstance(turn, dict):
-            Path(turn["waits"]).read_bytes()
-            turn = turn["then"]
+            turn: Any = left.pop(0) if left else "Done."
         return (turn, []) if isinstance(turn, str) else ("", turn)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: Model
+    server: Model  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as it is inherited
         pass
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         data = self.rfile.read(int(self.headers.get("content-length") or 0))
         try:
-            request = json.loads(data)
+            request: dict[str, Any] = json.loads(data)
         except ValueError:
             request = {}
         path = self.path.partition("?")[0]
@@ -123,7 +123,7 @@ _Events = Iterator[tuple[str, Any]]
 
 
 def _messages(text: str, calls: list[Any], number: int, request: dict[str, Any]) -> _Events:
-    message = {
+    message: dict[str, Any] = {
         "id": f"msg_{number}", "type": "message", "role": "assistant", "model": request["model"],
         "content": [], "stop_reason": None, "stop_sequence": None,
         "usage": {"input_tokens": 1, "output_tokens": 1},
@@ -133,7 +133,12 @@ def _messages(text: str, calls: list[Any], number: int, request: dict[str, Any])
     if text:
         blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": text}))
     for place, (name, arguments) in enumerate(calls):
-        start = {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": name, "input": {}}
+        start: dict[str, Any] = {
+            "type": "tool_use",
+            "id": f"toolu_{number}_{place}",
+            "name": name,
+            "input": {},
+        }
         blocks.append((start, {"type": "input_json_delta", "partial_json": json.dumps(arguments)}))
     for index, (start, delta) in enumerate(blocks):
         for kind, more in (
@@ -185,7 +190,7 @@ def _tool_calls(calls: list[Any], number: int) -> list[dict[str, Any]]:
 
 
 def _completion(text: str, calls: list[Any], number: int) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text or None}
+    message: dict[str, Any] = {"role": "assistant", "content": text or None}
     if calls:
         message["tool_calls"] = _tool_calls(calls, number)
     reason = "tool_calls" if calls else "stop"
@@ -234,7 +239,7 @@ def main(spec: dict[str, Any]) -> int:
             start_new_session=True,
         )  # fmt: skip
         for number in (signal.SIGINT, signal.SIGTERM):  # to cancel it
-            signal.signal(number, lambda number, _: process.send_signal(number))
+            signal.signal(number, lambda number, _: os.killpg(process.pid, number))
         return process.wait()
 
 

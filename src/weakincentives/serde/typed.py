@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -78,12 +78,12 @@ def _parse_object(data: object) -> Any:
     """Return any JSON object, without pydantic as long as it is one."""
     if type(data) is dict:
         try:
-            text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(cast("object", data), ensure_ascii=False, allow_nan=False)
             text.encode()  # not all text is Unicode
             return json.loads(text)
         except (TypeError, ValueError, RecursionError):
             pass  # which pydantic explains, or can write
-    return _compiled(dict, "forbid")(data)
+    return _compiled(dict, "forbid")(cast("object", data))
 
 
 @lru_cache(maxsize=1024)

@@ -80,6 +80,7 @@ class Adapter:
             params=told.get("tool_input") or {},
             answer=_said(told, failed=kind == "failed"),
             prompt=str(told.get("prompt") or ""),
+            process=int(told.get("process_id") or 0),
         )
 
     def write(self, kind: Kind, reply: Reply) -> Mapping[str, Any] | None:
@@ -219,7 +220,7 @@ def adapter_of(name: str) -> Adapter:
     from weakincentives.cli.coding_agents import agent_named
 
     program = agent_named(name)
-    if program in ADAPTERS:
+    if program is not None and program in ADAPTERS:
         return ADAPTERS[program]
     if program is not None:
         raise Misuse(f"{program} has no hooks that wink knows; run: wink exec -- {program}")

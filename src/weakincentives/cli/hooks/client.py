@@ -41,9 +41,8 @@ def main() -> int:
     arguments, environment = sys.argv[1:], posix.environ
     path = address(environment)
     try:
-        with _Closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as connection:
-            if path is None:
-                raise OSError
+        if path is not None:
+            connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
             connection.connect(path)
             if hasattr(_socket, "SO_PEERCRED"):
                 credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
@@ -65,19 +64,6 @@ def main() -> int:
     own = [sys.executable, "-P", "-m", "weakincentives.cli", "hook", "run"]
     posix.execv(sys.executable, [*own, *arguments])
     return 1
-
-
-class _Closing:
-    """Closes a socket of the module in C, which is no context manager."""
-
-    def __init__(self, connection: "object") -> None:
-        self._connection = connection
-
-    def __enter__(self) -> "object":
-        return self._connection
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
 
 
 if __name__ == "__main__":

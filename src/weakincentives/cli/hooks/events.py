@@ -31,6 +31,8 @@ class Event:
     answer: str = ""
     """What the tool answered; of one that failed, why."""
     prompt: str = ""
+    process: int = 0
+    """The agent's process, if it tells: when it is gone, none of its tools runs."""
 
 
 @dataclass(slots=True)

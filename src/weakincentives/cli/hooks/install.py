@@ -115,15 +115,16 @@ def _text(path: Path) -> str | None:
 def _settings(path: Path) -> tuple[str | None, Json]:
     text = _text(path)
     try:
-        found = json.loads(text) if text and text.strip() else {}
+        found: object = json.loads(text) if text and text.strip() else {}
     except ValueError as error:
         raise Misuse(
             f"{path} has comments, or is damaged ({error}): add the hooks by hand, as in a "
             "directory without such a file: HOME=$(mktemp -d) wink hook install AGENT --print"
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get("hooks", {}), dict):
+    settings = cast("Json", found) if isinstance(found, dict) else {"hooks": None}
+    if not isinstance(settings.get("hooks", {}), dict):
         raise Misuse(f"{path} is not a file of settings: it must be an object, and so its hooks")
-    return text, cast("Json", found)
+    return text, settings
 
 
 def _merged(path: Path, ours: Mapping[str, Json], rest: Json | None = None) -> Change:
@@ -231,7 +232,12 @@ def _codex(adapter: Adapter) -> Iterator[Change]:
         f'\n[hooks.state.{json.dumps(key)}]\ntrusted_hash = "{digest}"\n'
         for key, digest in _trusted(hooks.path, json.loads(hooks.after)["hooks"])
     )
-    yield Change(home / "config.toml", before, (text.rstrip("\n") + "\n" + added).lstrip("\n"))
+    after = (text.rstrip("\n") + "\n" + added).lstrip("\n")
+    try:
+        tomllib.loads(after)
+    except ValueError as error:
+        raise Misuse(f"{home / 'config.toml'} is not TOML: {error}") from error
+    yield Change(home / "config.toml", before, after)
 
 
 def _trusted(path: Path, hooks: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -263,8 +269,8 @@ def _without_trust(text: str, hooks: Path) -> str:
     names = [key for key, _ in _trusted(hooks, json.loads(found).get("hooks", {}))]
     for name in names:
         header = re.escape(f"[hooks.state.{json.dumps(name)}]")
-        text = re.sub(rf"\n?^{header}\n(?:(?!\[).*\n?)*", "", text, flags=re.MULTILINE)
-    tomllib.loads(text)  # never leave a damaged file
+        own = rf"(?:(?<=\n)\n)?^{header}\n(?:(?!\[).+\n?)*"
+        text = re.sub(own, "", text, flags=re.MULTILINE)
     return text
 
 

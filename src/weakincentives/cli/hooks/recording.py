@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from weakincentives.adapters.claude_program import started_at
 from weakincentives.cli.common import INSIDE, Misuse, shortened
 from weakincentives.cli.hooks.adapters import Adapter
 from weakincentives.cli.hooks.events import ENDS, Event, Reply
@@ -105,6 +106,8 @@ class _Use:
     name: str
     params: Any
     """Its arguments, with long texts cut."""
+    process: tuple[int, int] | None = None
+    """The agent's process, and when it was started; None if that cannot be told."""
     is_over: bool = False
     """Whether it seems to have been cancelled: what it had changed is in a call already."""
 
@@ -179,7 +182,9 @@ class _Hooked:
             self.files.note_files()
         params = _shortened(self._params())
         now = SYSTEM_CLOCK.time()
-        use = _Use(event.session, event.agent, event.turn, now, event.tool, params)
+        process = (event.process, started_at(event.process)) if event.process else None
+        own = event.session, event.agent, event.turn, now, event.tool, params
+        use = _Use(*own, process)
         self._save({**uses, key: use})
 
     def stop(self) -> None:
@@ -214,6 +219,8 @@ class _Hooked:
 
     def _has_ended(self, use: _Use) -> bool:
         event = self._event
+        if use.process is not None and started_at(use.process[0]) != use.process[1]:
+            return True  # the agent was killed
         if use.session != event.session:
             return SYSTEM_CLOCK.time() - use.began >= _FORGOTTEN
         if event.kind == "session_end":
@@ -376,7 +383,11 @@ def _replace(path: Path, data: bytes) -> None:
 def _uses_in(root: Path) -> dict[str, _Use]:
     try:
         found = json.loads((_notes_of(root) / _USES).read_bytes())
-        return {str(key): _Use(**each) for key, each in found.items()}
+        uses = {str(key): _Use(**each) for key, each in found.items()}
+        return {
+            key: replace(use, process=use.process and (use.process[0], use.process[1]))
+            for key, use in uses.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # none, or damaged: then changes are attributed less exactly
 
@@ -484,7 +495,7 @@ def _folded(name: str) -> str:
     return re.sub(r"[^a-z0-9_*?\[\]!-]", "_", name.lower())
 
 
-def _of_ours() -> set[str]:
+def _of_ours() -> frozenset[str]:
     """Return the names that rules about our own calls have: the file may serve both."""
     from weakincentives.cli.workbench import suite_tools
     from weakincentives.prompt.tool import Reach

@@ -52,7 +52,7 @@ def start() -> None:
 
     To be called before anything of an event was handled: it is inherited.
     """
-    path = client.address(os.environb)
+    path = client.address(dict(os.environb))
     if path is None or os.environ.get(INSIDE) or not hasattr(socket, "SCM_RIGHTS"):
         return
     place = state_directory() / "hooks"
@@ -178,7 +178,7 @@ def _handle(connection: socket.socket) -> None:
             os.close(stream)
         os.chdir(directory)
         os.environb.clear()
-        os.environb.update(each.split(b"=", 1) for each in environment if b"=" in each)
+        os.environb.update(dict(each.split(b"=", 1) for each in environment if b"=" in each))
         for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
             setattr(sys, name, open(number, mode, closefd=False, errors="backslashreplace"))  # noqa: SIM115
         connection.sendall(b"+")

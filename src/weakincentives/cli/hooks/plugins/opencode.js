@@ -35,6 +35,7 @@ export const Wink = async ({ directory, client }) => {
       agent_id: root === session ? "" : session,
       turn_id: turns.get(root) ?? "",
       cwd: directory,
+      process_id: process.pid,
     }
   }
   const tell = async (message) => {
