@@ -1,4 +1,5 @@
 # The two commands a newcomer needs: `make demo` and `make test`. Both set up what they use.
+# `make help` lists the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,8 +24,14 @@ limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
-.PHONY: demo test test-all torture check lint format types-pyright types-mypy layers bench picture
+.PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture
 .PHONY: environments servers ui clean integrations $(FRAMEWORKS)
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):[^#]*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "%-14s %s\n", $$1, $$2}'
+
+example: $(READY)  ## Run an example of docs/examples.md by its name: NAME=turn.
+	$(BIN)/python examples/$(NAME).py
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo

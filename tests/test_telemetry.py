@@ -247,7 +247,7 @@ def test_the_members_of_a_composed_tool_are_below_it(traced: Callable[..., Trace
 
     assert seen.tree == ["execute_tool both", "  execute_tool note", "  execute_tool spoil"]
     outcomes = [dict(span.attributes or {})["wink.outcome"] for span in seen.spans]
-    assert outcomes == ["rolled_back", "committed", "rolled_back"]
+    assert outcomes == ["rolled back", "committed", "rolled back"]
 
 
 def test_a_call_from_a_thread_of_a_handler_is_below_the_handler_s(traced: Callable[..., Trace]):
@@ -328,7 +328,7 @@ def test_a_denial_says_who_denied_and_why(traced: Callable[..., Trace]):
     assert found["wink.policy.decision"] == "denied"
     assert found["wink.policy.name"] == ReadBeforeWritePolicy().name
     assert found["wink.policy.reason"] == "Cannot write to a.txt without reading it first"
-    assert found["wink.outcome"] == "refused"
+    assert found["wink.outcome"] == "denied"
     assert found["error.type"] == "POLICY_DENIED"
     assert "wink.undone" not in found
     assert seen.one("execute_tool write_file").status.status_code is StatusCode.ERROR
@@ -354,7 +354,7 @@ def test_a_failure_says_what_was_undone(traced: Callable[..., Trace]):
     execute_tool(ToolCall("spoil", {"text": "milk"}), session=desk(spoil))
 
     found = seen.attributes("execute_tool spoil")
-    assert found["wink.outcome"] == "rolled_back"
+    assert found["wink.outcome"] == "rolled back"
     assert found["wink.undone"] == ("session", "Filesystem")
     assert found["error.type"] == "VALIDATION_FAILED"
     assert "wink.policy.decision" not in found  # nobody was asked
@@ -603,7 +603,7 @@ def test_a_deadline_shows_where_it_struck(traced: Callable[..., Trace]):
         )
 
     assert seen.attributes("execute_tool dawdle")["error.type"] == "DEADLINE_EXCEEDED"
-    assert seen.attributes("execute_tool dawdle")["wink.outcome"] == "rolled_back"
+    assert seen.attributes("execute_tool dawdle")["wink.outcome"] == "rolled back"
     assert seen.attributes("invoke_agent clerk")["error.type"] == "DeadlineExceededError"
 
 
