@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Remove the page for wrong addresses: without a server nothing shows it, and its links break."""
+    """Remove the page for wrong addresses: nothing shows it without a server."""
     Path(config.site_dir, "404.html").unlink(missing_ok=True)
 
 
