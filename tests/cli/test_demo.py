@@ -68,7 +68,7 @@ def test_it_repairs_the_program_and_leaves_everything_else_as_it_was(demo: Demo)
     assert changed == {"till.py"}
     assert demo.is_repaired
     assert not is_repaired(DATA / "till")
-    assert "denied. 1 of 7 files changed: till.py.\n" in demo.shown
+    assert "1 committed. 1 of 7 files changed: till.py.\n" in demo.shown
 
 
 def test_it_says_what_it_used_before_it_begins(demo: Demo):

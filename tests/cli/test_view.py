@@ -71,6 +71,7 @@ def ended(
         duration=seconds,
         call_id="c1",
         denied_by="a policy" if outcome == "denied" else "",
+        ran=outcome != "denied",
     )
     rolled_back = outcome == "rolled back"
     return CallEnded(record=record, arguments=arguments, rolled_back=rolled_back, files=files)

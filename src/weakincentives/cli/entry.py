@@ -122,7 +122,7 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
             sys.exit(0)
         # Typer's standalone mode would print boxes and tracebacks.
         app = make_app(*words[:1])
-        sys.exit(app(arguments, standalone_mode=False) or 0)
+        sys.exit(app(arguments, standalone_mode=False, prog_name="wink") or 0)
     except typer.TyperException as error:
         message = error.format_message()
         if message.startswith("Usage:"):  # a group without a command: this is its help
