@@ -760,5 +760,5 @@ def test_the_example_prints_its_trace():
     ).stdout
 
     assert "execute_tool write_file   denied, Cannot write to plan.txt" in shown
-    assert "execute_tool publish      rolled_back, session, Filesystem" in shown
+    assert "execute_tool publish      rolled back, session, Filesystem" in shown
     assert shown.splitlines()[-1].startswith("invoke_agent editor")
