@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import logging
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from weakincentives.programs import (
     agents_can_write,
     find_program,
     missing_program,
+    open_link,
     safe_environment,
     safe_path,
     script_in_reach,
@@ -334,7 +337,12 @@ def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):
 
 def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, trusted: Path):
     library = f"{workspace}/lib"
+    agent = trusted / "agent"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(agent))
+    agent.chmod(0o777)
     given = {
+        "SSH_AUTH_SOCK": str(agent),
         "PATH": f"{workspace}/bin::.:{trusted}",
         "PYTHONPATH": f"{workspace}:src:{trusted}",
         "LD_LIBRARY_PATH": f"{library}:/usr/lib",
@@ -346,6 +354,10 @@ def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, 
         "GIT_SSH_COMMAND": f"{library}/ssh",
         "PAGER": f"{library}/pager",
         "BASH_ENV": f"{library}/rc",
+        "OPENSSL_CONF": f"{library}/openssl.cnf",
+        "QT_PLUGIN_PATH": f"/usr/lib/qt:{library}",
+        "PLAYWRIGHT_BROWSERS_PATH": f"{workspace}/.browsers",
+        "DISPLAY": ":0",
         "EDITOR": f"{plant(workspace / 'bin/edit')} -w",
         "VISUAL": f"{trusted}/tool -w",
         "HOME": "/home/you",
@@ -356,6 +368,8 @@ def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, 
         "PYTHONPATH": str(trusted),
         "LD_LIBRARY_PATH": "/usr/lib",
         "VISUAL": f"{trusted}/tool -w",
+        "DISPLAY": ":0",
+        "SSH_AUTH_SOCK": str(agent),
         "HOME": "/home/you",
     }
 
@@ -499,22 +513,52 @@ def test_the_browser_is_not_a_planted_one(workspace: Path, active: Path):
         Browser(executable=str(planted)).is_available()
 
 
-def test_the_page_of_the_debugger_is_not_opened_by_a_planted_program(
-    workspace: Path, active: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("variable", ["PLAYWRIGHT_NODEJS_PATH", "NODE_OPTIONS"])
+def test_nor_is_its_driver(workspace: Path, monkeypatch: pytest.MonkeyPatch, variable: str):
+    pytest.importorskip("playwright")
+    from weakincentives.contrib.tools.web import Browser, PageNotRead
+
+    planted = plant(workspace / "node.js")
+    named = str(planted) if variable == "PLAYWRIGHT_NODEJS_PATH" else f"--require={planted}"
+    monkeypatch.setenv(variable, named)
+
+    async def read() -> object:
+        return await Browser().read("http://127.0.0.1:1/")
+
+    with pytest.raises(PageNotRead, match=f"{variable}: {planted} is not .*agents can write to"):
+        asyncio.run(read())
+    assert not was_run(workspace)
+
+
+def sign_in(link: str) -> bool:
+    pytest.importorskip("mcp")
+    from weakincentives.mcp.oauth import open_in_browser
+
+    open_in_browser(link)
+    return True
+
+
+@pytest.mark.parametrize("opens", [open_link, sign_in])
+def test_a_page_is_not_opened_by_a_planted_program(
+    workspace: Path,
+    active: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opens: Callable[[str], bool],
 ):
     """What the desktop calls a browser is looked up in ``PATH``."""
-    from weakincentives.cli.debug import open_link
-
     for name in ("xdg-open", "x-www-browser", "firefox", "chromium", "google-chrome", "w3m"):
         plant(active / name)
     link = tmp_path / "opened"
-    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >{link}\n')
+    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >>{link}\n')
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setenv("BROWSER", f"{active}/firefox")
-    open_link("http://127.0.0.1:1/")
+    opens("http://127.0.0.1:1/")
     monkeypatch.setenv("BROWSER", str(browser))
 
-    assert open_link("http://127.0.0.1:1/")
+    assert opens("http://127.0.0.1:1/")
+    for other in ("file:///etc/passwd", "ms-settings:x", "--help", "javascript:alert(1)"):
+        opens(other)  # a server of others may say where to sign in
     assert link.read_text() == "http://127.0.0.1:1/\n"
     assert not was_run(workspace)
 

@@ -262,8 +262,32 @@ def test_one_adapter_works_on_every_loop_and_leaves_no_connection():
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "litellm", None)
 
-    with pytest.raises(MissingExtra, match=r"pip install 'wink-runtime\[litellm\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[litellm\]"):
         LiteLLMAdapter("openai/m")
+
+
+@heavy
+def test_a_planted_env_file_does_not_say_where_keys_are_sent(tmp_path: Path):
+    """LiteLLM looks for one from its own place upwards, so in a project that it is installed in."""
+    (tmp_path / ".env").write_text("OPENAI_API_BASE=http://evil.example\n")
+    program = (
+        "import os\nfrom weakincentives.adapters import LiteLLMAdapter\n"
+        "LiteLLMAdapter('openai/small', api_key='k')\nprint(os.environ.get('OPENAI_API_BASE'))"
+    )
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("LITELLM_MODE", "OPENAI_API_BASE")
+    }
+
+    done = subprocess.run(  # a program without a file: LiteLLM then begins in the directory
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == "None\n"
 
 
 @heavy

@@ -170,7 +170,7 @@ def _run_command(arguments: Sequence[str] | None, words: Sequence[str]) -> int:
 
     try:
         # Typer's standalone mode would print boxes and tracebacks.
-        return make_app(*words[:1])(arguments, standalone_mode=False) or 0
+        return make_app(*words[:1])(arguments, standalone_mode=False, prog_name="wink") or 0
     except typer.TyperException as error:
         message = error.format_message()
         if message.startswith("Usage:"):  # a group without a command: this is its help

@@ -20,7 +20,7 @@ Agent = Annotated[
     "wink log                            # afterwards, in the same directory",
     "wink hook install codex --print     # change nothing, only show it",
     more="Your settings are kept, and what is changed is copied first. If a tool cannot be "
-    'recorded, it does not run. In the documentation: "Coding agents".',
+    "recorded, it does not run.",
 )
 def install(
     agent: Agent,
@@ -50,7 +50,10 @@ def uninstall(
     agent: Agent,
     print_only: Annotated[bool, typer.Option("--print", help="Only show the changes.")] = False,
 ) -> None:
-    """Remove the hooks from a coding agent's settings; what it recorded stays."""
+    """Remove the hooks from a coding agent's settings.
+
+    What was recorded stays.
+    """
     from weakincentives.cli.hooks.adapters import adapter_of
     from weakincentives.cli.hooks.install import apply, changes_to_uninstall, show
 
