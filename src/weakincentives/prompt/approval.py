@@ -344,7 +344,7 @@ class ApprovalPolicy:
         if self.ask is None or context.approval is not None:
             answer = self._from_outside(request, context)
         else:
-            answer = await self._answer(self.ask, request)
+            answer = await answer_to(self.ask, request, self.timeout)
         if answer.approved is not True:
             return _decision(request, answer)
         try:
@@ -397,22 +397,24 @@ class ApprovalPolicy:
                 return f"approved{by} for the session: {each.rule}"
         return None
 
-    async def _answer(self, ask: Ask, request: ApprovalRequest) -> Approval:
-        try:
-            answer = await asyncio.wait_for(_asked(ask, request), self.timeout)
-        except Exception as error:
-            if isinstance(error, Suspended):  # the answer comes later
-                raise
-            if isinstance(error, TimeoutError) and self.timeout is not None:
-                return Approval(False, reason=f"no answer within {self.timeout:g} s")
-            _logger.exception("asking for approval of %s failed", request.tool_name)
-            return Approval(False, reason=f"asking failed: {error!r}")
-        if isinstance(answer, Approval):
-            return answer
-        if isinstance(answer, bool):
-            return Approval(answer)
-        _logger.error("an approval must be a bool or an Approval, got %r", answer)
-        return Approval(False, reason="the answer was invalid")
+
+async def answer_to(ask: Ask, request: ApprovalRequest, timeout: float | None) -> Approval:
+    """Ask a person; a late or invalid answer, and an ``ask`` that raises, is a denial."""
+    try:
+        answer = await asyncio.wait_for(_asked(ask, request), timeout)
+    except Exception as error:
+        if isinstance(error, Suspended):  # the answer comes later
+            raise
+        if isinstance(error, TimeoutError) and timeout is not None:
+            return Approval(False, reason=f"no answer within {timeout:g} s")
+        _logger.exception("asking for approval of %s failed", request.tool_name)
+        return Approval(False, reason=f"asking failed: {error!r}")
+    if isinstance(answer, Approval):
+        return answer
+    if isinstance(answer, bool):
+        return Approval(answer)
+    _logger.error("an approval must be a bool or an Approval, got %r", answer)
+    return Approval(False, reason="the answer was invalid")
 
 
 async def _asked(ask: Ask, request: ApprovalRequest) -> object:
