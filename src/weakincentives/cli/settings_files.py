@@ -52,10 +52,11 @@ def apply(changes: Sequence[Change]) -> None:
         mode = each.mode
         if each.before is not None:
             mode = stat.S_IMODE(path.stat().st_mode)
-            now = strftime("%Y%m%d-%H%M%S", localtime(SYSTEM_CLOCK.time()))
-            copy = path.with_name(f"{path.name}.before-wink-{now}")
-            _write(copy, each.before, mode)
-            echo(f"The earlier file is kept as {copy}")
+            if path.suffix in (".json", ".toml"):  # others are wholly ours
+                now = strftime("%Y%m%d-%H%M%S", localtime(SYSTEM_CLOCK.time()))
+                copy = path.with_name(f"{path.name}.before-wink-{now}")
+                _write(copy, each.before, mode)
+                echo(f"The earlier file is kept as {copy}")
         if each.after is None:
             path.unlink()
         else:
