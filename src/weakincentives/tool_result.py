@@ -89,6 +89,18 @@ class ToolResult(Generic[R_co]):
         failure = ToolError(code, message, recoverable, tuple(suggestions))
         return ToolResult(message, None, success=False, failure=failure)
 
+    def unwrap(self) -> R_co:
+        """Return the value of a success; raise ToolFailed for a failure.
+
+        >>> ToolResult.ok(3).unwrap()
+        3
+        """
+        if not self.success:
+            from weakincentives.errors import ToolFailed
+
+            raise ToolFailed(self)
+        return cast("R_co", self.value)
+
     def render(self, max_chars: int | None = None) -> str:
         """Return the text for the model: the message, a newline, the value; no empty parts.
 

@@ -87,6 +87,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Receives the progress that tools report: call id, message, done, total."""
+    debug: bool = False
+    """Whether a handler's exception is raised to the caller, once the call is undone."""
     approval: Approval | None = field(default=None, init=False, repr=False, compare=False)
     """What a person has decided about this call elsewhere, before it was made."""
 
@@ -109,6 +111,7 @@ class ToolContext:
             signal: CancellationToken = ...,
             degraded: tuple[str, ...] = (),
             on_report: Callable[[str, str, float | None, float | None], object] | None = None,
+            debug: bool = False,
         ) -> None: ...
 
     def __post_init__(self) -> None:

@@ -31,3 +31,6 @@ if TYPE_CHECKING:
     from weakincentives.testing.contexts import make_vfs as make_vfs
     from weakincentives.testing.history import Anomaly as Anomaly
     from weakincentives.testing.history import History as History
+    from weakincentives.testing.models import MadeUpAdapter as MadeUpAdapter
+    from weakincentives.testing.models import made_up as made_up
+    from weakincentives.testing.models import no_model_requests as no_model_requests
