@@ -18,6 +18,7 @@ WinkError
 │   ├── InvalidArguments
 │   ├── PolicyDenied
 │   └── OutcomeOnRecord                it reaches outside, and is on record already
+├── ProtocolError                    the request itself fails in the caller's protocol
 ├── ToolTimeout                      the handler exceeded the tool's timeout
 ├── ToolFailed                       the value of a failed call was asked for, with unwrap()
 ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
@@ -196,6 +197,19 @@ class PolicyDenied(Refusal):
 
 class OutcomeOnRecord(Refusal):
     """A call that reaches outside does not run twice under one id; ``code`` says how it ended."""
+
+
+class ProtocolError(WinkError):
+    """Raise it in a handler: the call is undone, and its caller's protocol reports an error.
+
+    Over MCP that is a JSON-RPC error with this code and data, instead of a result. Anywhere else it
+    is a failed call like any other.
+    """
+
+    def __init__(self, message: str, *, code: int, data: object = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.data = data
 
 
 class ToolTimeout(WinkError):

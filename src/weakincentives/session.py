@@ -680,8 +680,10 @@ class Session(Participant):
         return self if self._wiring.parent is None else self._wiring.parent._top()
 
     def __repr__(self) -> str:
-        kind = "session" if self._base is None else "view of session"
-        return f"<{kind} {self.session_id}>"
+        kind = "Session" if self._base is None else "view of Session"
+        found = {**self._root.state, **self._root.log}
+        slices = ", ".join(f"{each.__name__}: {len(items)}" for each, items in found.items())
+        return f"<{kind} {self.session_id}{': ' if slices else ''}{slices}>"
 
     # Reading and changing
 

@@ -700,6 +700,10 @@ class _CountsCalls(_Remembers):
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
         return not self.tools or tool.name in self.tools
 
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        """Return how many more calls of a tool are allowed now."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class QuotaPolicy(_CountsCalls):
@@ -718,6 +722,9 @@ class QuotaPolicy(_CountsCalls):
         if calls is None:
             return ALLOWED
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
+
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        return self.max_calls - self._ask(context, lambda tally: cast("CallTally", tally).calls)
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
         self._remember(context, lambda tally: replace(tally, calls=tally.calls + 1))
@@ -747,6 +754,11 @@ class RateLimitPolicy(_CountsCalls):
             f"Maximum: {self.max_calls_per_minute} calls per minute\n"
             f"Wait 60 seconds before retrying"
         )
+
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        now = context.session.clock.time()
+        used = self._ask(context, lambda tally: len(_last_minute(tally, tool.name, now)))
+        return self.max_calls_per_minute - used
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
         now = context.session.clock.time()
@@ -781,6 +793,8 @@ class AttachedPolicy:
     applies_to: Callable[[Tool[Any, Any]], bool] | None = None
     asks_a_person: bool = False
     """Then the calls it governs never run concurrently: a re-run would ask again."""
+    room: Callable[..., int] | None = None
+    """``room(tool, context=...)`` tells how many more calls it allows: no more run concurrently."""
     governs: tuple[str, ...] = ()
     """The tools that it names: each must be offered where it is attached."""
     refers_to: tuple[str, ...] = ()
@@ -857,6 +871,7 @@ def _attach(policy: Any) -> AttachedPolicy:
         is_small=is_small,
         applies_to=getattr(policy, "applies_to", None),
         asks_a_person=getattr(policy, "asks_a_person", False) is True,
+        room=policy.room if isinstance(policy, _CountsCalls) else None,
         governs=_named_by(policy, "governs"),
         refers_to=_named_by(policy, "refers_to"),
         **heard,

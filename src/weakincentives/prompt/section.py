@@ -150,6 +150,11 @@ class Section(TypedConstructor, Generic[ParamsT]):
             if isinstance(origin, type) and issubclass(origin, Section):
                 cls._declared_params = args[0]
 
+    def __repr__(self) -> str:
+        named = [tool.name for tool in self.tools]
+        tools = f", tools: {', '.join(named)}" if named else ""
+        return f"<{type(self).__name__} {self.derived_key()!r}{tools}>"
+
     def __init__(
         self,
         *,

@@ -22,6 +22,7 @@ from weakincentives.errors import (
     MergeConflict,
     PolicyDenied,
     PromptEvaluationError,
+    ProtocolError,
     Refusal,
     Suspended,
     ToolTimeout,
@@ -46,6 +47,8 @@ _logger = get_logger(__name__)
 
 INTERRUPTED = "INTERRUPTED"
 """The code of a call that was cancelled, or whose process was interrupted."""
+PROTOCOL_ERROR = "PROTOCOL_ERROR"
+"""The code of a call whose handler raised an error for its caller's protocol."""
 _UNFINISHED: dict[type, tuple[str, str]] = {
     CoroutineType: ("a coroutine", "make it `async def`, or await what it calls"),
     GeneratorType: ("a generator", "return a list of what it yields"),
@@ -236,6 +239,11 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
             transaction.denied_by = error.policy
         failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
         return ToolResult(text, success=False, failure=failure)
+    if isinstance(error, ProtocolError):
+        caller = transaction.context.caller
+        if caller is not None:
+            caller.refused = error
+        return ToolResult.error(text, code=PROTOCOL_ERROR, recoverable=False)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")
     if transaction.lost_race is not None and not raises_through(error):
@@ -269,7 +277,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
 
 
 _EXPECTED = (
-    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError
+    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError, ProtocolError
 )  # fmt: skip
 """Failures that are no bug: a line in the log, without a traceback."""
 

@@ -303,7 +303,7 @@ class ToolRegistry:
             approval: What a person has decided, after ``admit`` or ``ApprovalNeeded``.
         """
         call, context = self._made(name, arguments, context, call_id)
-        return execute_tool(call, context=context, once=once, approval=approval)
+        return self._with_diff(execute_tool(call, context=context, once=once, approval=approval))
 
     async def aexecute(
         self,
@@ -317,7 +317,14 @@ class ToolRegistry:
     ) -> AnyResult:
         """Run one call on the caller's event loop."""
         call, context = self._made(name, arguments, context, call_id)
-        return await aexecute_tool(call, context=context, once=once, approval=approval)
+        done = await aexecute_tool(call, context=context, once=once, approval=approval)
+        return self._with_diff(done)
+
+    def _with_diff(self, result: AnyResult) -> AnyResult:
+        if self._workspace is not None and result.call_id:
+            workspace, call_id = self._workspace, result.call_id
+            result.attach_diff(lambda: workspace.diff(call_id))
+        return result
 
     def admit(
         self,
@@ -680,6 +687,7 @@ def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> Attac
         check=seen_by(policy.check),
         on_start=seen_by(policy.on_start),
         on_result=seen_by(policy.on_result),
+        room=seen_by(policy.room),
         applies_to=seen_by(policy.applies_to),
     )
 
