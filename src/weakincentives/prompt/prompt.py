@@ -100,7 +100,9 @@ class Offer:
         policies = tuple(sorted(policies, key=lambda policy: policy.asks_a_person))
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
-        members = [cls.of(each, rules) for each in getattr(tool.handler, "composed_of", ())]
+        composed: Any = getattr(tool.handler, "composed_of", ())
+        is_composed = isinstance(composed, Sequence)  # a mock has every attribute
+        members = [cls.of(each, rules) for each in composed] if is_composed else []
         may_run_concurrently = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
