@@ -26,6 +26,7 @@ from weakincentives.programs import (
     agents_can_write,
     find_program,
     missing_program,
+    open_link,
     safe_environment,
     safe_path,
     script_in_reach,
@@ -499,22 +500,35 @@ def test_the_browser_is_not_a_planted_one(workspace: Path, active: Path):
         Browser(executable=str(planted)).is_available()
 
 
-def test_the_page_of_the_debugger_is_not_opened_by_a_planted_program(
-    workspace: Path, active: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def sign_in(link: str) -> bool:
+    pytest.importorskip("mcp")
+    from weakincentives.mcp.oauth import open_in_browser
+
+    open_in_browser(link)
+    return True
+
+
+@pytest.mark.parametrize("opens", [open_link, sign_in])
+def test_a_page_is_not_opened_by_a_planted_program(
+    workspace: Path,
+    active: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opens: Callable[[str], bool],
 ):
     """What the desktop calls a browser is looked up in ``PATH``."""
-    from weakincentives.cli.debug import open_link
-
     for name in ("xdg-open", "x-www-browser", "firefox", "chromium", "google-chrome", "w3m"):
         plant(active / name)
     link = tmp_path / "opened"
-    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >{link}\n')
+    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >>{link}\n')
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setenv("BROWSER", f"{active}/firefox")
-    open_link("http://127.0.0.1:1/")
+    opens("http://127.0.0.1:1/")
     monkeypatch.setenv("BROWSER", str(browser))
 
-    assert open_link("http://127.0.0.1:1/")
+    assert opens("http://127.0.0.1:1/")
+    for other in ("file:///etc/passwd", "ms-settings:x", "--help", "javascript:alert(1)"):
+        opens(other)  # a server of others may say where to sign in
     assert link.read_text() == "http://127.0.0.1:1/\n"
     assert not was_run(workspace)
 

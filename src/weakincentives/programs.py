@@ -52,6 +52,8 @@ _CODE = re.compile(
 _logger = get_logger(__name__)
 _LASTS = 10.0
 """Seconds in which another process's new workspace may not be noticed."""
+_OPENS_WITHIN = 10.0
+"""Seconds; a browser that takes longer has opened the page, and stays in the foreground."""
 _writable: set[str] = set()
 _mounted: dict[tuple[int, int] | None, str] = {}
 """The same directories by what tells them from others, wherever they are mounted."""
@@ -139,6 +141,24 @@ def _is_safe(command: str) -> bool:
     with suppress(ValueError):  # a quote is not closed
         return all(find_program(word) for word in shlex.split(command)[:1])
     return False
+
+
+def open_link(link: str) -> bool:
+    """Open the address of a page in the person's browser; return whether there is one.
+
+    Another process looks for it, since the standard library would take a planted one.
+    """
+    import subprocess
+
+    if not link.startswith(("https://", "http://")):  # other schemes start other programs
+        return False
+    program = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
+    argv = [sys.executable, "-I", "-c", program, link]
+    opened = subprocess.Popen(argv, cwd="/", env=safe_environment(), stderr=subprocess.DEVNULL)
+    try:
+        return opened.wait(_OPENS_WITHIN) == 0
+    except subprocess.TimeoutExpired:
+        return True
 
 
 def reach_of_agents(path: str, *, ours: bool = True) -> str | None:

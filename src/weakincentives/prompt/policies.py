@@ -12,6 +12,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_origin
@@ -669,16 +670,33 @@ class ProtectedPathsPolicy:
 
     def _protects_in(self, files: Any, path: str) -> bool:
         """Whether a path is protected, or is the target of a protected link."""
-        if self.protects(path):
+        here = self._in(files)
+        if here.protects(path):
             return True
         links = getattr(files, "behind_links", None)
-        behind = links(self.patterns) if links is not None else ()
+        behind = links(here.patterns) if links is not None else ()
         parts = tuple(path.split("/"))
         return any(parts[: len(each)] == each for each in behind)
+
+    def _in(self, files: Filesystem) -> ProtectedPathsPolicy:
+        """Return the policy with patterns that begin at the root of these files.
+
+        It may be spelled as for the file tools: `/workspace/a`, or the path of the directory.
+        """
+        spelled = tuple(_from_root(each, files) for each in self.patterns)
+        return self if spelled == self.patterns else replace(self, patterns=spelled)
 
     def protects(self, path: str) -> bool:
         """Whether a normalised path, or a directory above it, matches a pattern."""
         return self._protected.match(path)
+
+
+def _from_root(pattern: str, files: Filesystem) -> str:
+    if pattern.startswith("/"):
+        with suppress(FilesystemError):  # it begins at the root already
+            normal = files.normalize(pattern)
+            return "/**" if normal == "." else f"/{normal}"
+    return pattern
 
 
 class _CountsCalls(_Remembers):
