@@ -101,7 +101,7 @@ class Offer:
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
         composed: Any = getattr(tool.handler, "composed_of", ())
-        is_composed = isinstance(composed, Sequence)  # a mock has every attribute
+        is_composed = type(composed) in (tuple, list)  # a mock has every attribute
         members = [cls.of(each, rules) for each in composed] if is_composed else []
         may_run_concurrently = (
             tool.reach in ("read", "reversible")
