@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,15 @@ from trees import look
 
 from weakincentives.errors import (
     ContentDamaged,
-    SnapshotError,
     StoreRefused,
     WinkError,
 )
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory, adopt_store
 from weakincentives.filesystem import history as history_module
-from weakincentives.runtime import OutcomeLedger, SavedSession, Session
+from weakincentives.runtime import SavedSession, Session
+from weakincentives.state import SEAL_SIZE, Seals
 
 ROOT = os.geteuid() == 0
-DATA = Path(__file__).with_name("data")
 
 
 @pytest.fixture
@@ -194,13 +192,13 @@ def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_pa
     status = root.stat()
     (store / "root").write_text(json.dumps({"path": str(root), "ino": status.st_ino}))
     (tmp_path / "precious").write_text("precious")
-    values = ["gone", "taken.txt", None, "../../precious", None, None, None, None, None, []]
-    text = json.dumps([*values, True, None, None]).encode()
-    (store / "tx" / "journal").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    values = [3, "was", "taken.txt", None, None, None, "../../precious", None, None, [], True]
+    text = json.dumps([*values, None, None, []]).encode()
+    (store / "tx" / "journal").write_bytes(b"%s %s\n" % (b"0" * SEAL_SIZE, text))
     before = look(tmp_path)
 
     for look_at in (HostFilesystem, WorkspaceHistory):
-        with pytest.raises(StoreRefused, match=r"earlier version.*planted.*--adopt-store"):
+        with pytest.raises(StoreRefused, match=r"planted.*--adopt-store"):
             look_at(root)
     assert look(tmp_path) == before
 
@@ -237,57 +235,19 @@ def test_records_of_one_store_are_none_in_another(root: Path, tmp_path: Path):
     assert len(WorkspaceHistory(root).damaged()) == 1
 
 
-# Adopting
+# Other formats
 
 
-def test_a_store_that_an_earlier_version_wrote_is_adopted_with_all_that_it_has(tmp_path: Path):
-    """The archive was written by the version before seals."""
-    subprocess.run(["tar", "xzf", str(DATA / "store_v1.tar.gz"), "--no-same-owner"],
-                   cwd=tmp_path, check=True)  # fmt: skip
-    root = tmp_path / "work"
-    store = store_of(root)
-    run = store / "runs" / "20260101-000000-abc.jsonl"
-    with pytest.raises(StoreRefused, match="earlier version"):
+def test_a_store_in_another_format_is_refused_and_left_as_it_is(root: Path):
+    store = used(root)
+    note = json.loads((store / "root").read_bytes()[SEAL_SIZE + 1 :])
+    (store / "root").write_bytes(Seals("store").sealed(json.dumps({**note, "version": 3}).encode()))
+    before = look(store)
+
+    with pytest.raises(StoreRefused, match=r"has the format 3, and this wink reads 4 only.*Delete"):
         HostFilesystem(root)
-    with pytest.raises(SnapshotError, match="earlier version"):
-        SavedSession.open(run)
 
-    assert adopt_store(root) == ()
-    assert SavedSession.adopt(run) == 0
-    assert OutcomeLedger.adopt(store / "outcomes.jsonl") == ()
-
-    with SavedSession.open(run) as saved:
-        assert saved.session[str].all() == ("hello",)
-        assert saved.about["flags"] == {"policy": ["protect=.env"]}
-    ledger = OutcomeLedger(store / "outcomes.jsonl")
-    found = [ledger.find(call_id) for call_id in ("paid", "lost", "new")]
-    assert [each and each.outcome for each in found] == ["committed", "unknown", None]
-    with HostFilesystem(root) as fs:
-        assert fs.recovered == ()
-        calls = [each.call_id for each in fs.history()]
-        assert len(calls) == 3
-        fs.undo(*calls)
-        assert fs.read("a.txt") == "first\n"
-        assert fs.read("dir/b.txt") == "b\n"
-
-
-def test_a_call_that_an_earlier_version_left_unfinished_is_undone_once_it_is_adopted(root: Path):
-    killed(root)
-    before = {path: each for path, each in look(root).items() if path != "new.txt"}
-    store = store_of(root)
-    lines = (store / "tx" / "journal").read_bytes().splitlines()
-    texts = [line[33:] for line in lines]
-    as_before = b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts)
-    (store / "tx" / "journal").write_bytes(as_before)
-    (store / "root").write_text(json.dumps({"path": str(root), "ino": root.stat().st_ino}))
-    assert "keep" not in before
-
-    assert adopt_store(root) == ()
-    with HostFilesystem(root) as fs:
-        assert fs.recovered == ()
-        assert fs.read("a.txt") == "first\n"
-        assert fs.read("keep/c.txt") == "the only one\n"
-        assert not fs.exists("new.txt")
+    assert look(store) == before
 
 
 # Locks

@@ -362,6 +362,9 @@ def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iter
         yield data
 
 
+_VERSION = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Which workspace a store is for, sealed by this user."""
@@ -370,9 +373,8 @@ class Note:
     """Unique to each store: seals of one store are invalid in another."""
     path: str
     ino: int
-    version: int = 4
-    """The store format. Version 1 had no seals; records of version 2 can still be read. Since
-    version 4, objects may be compressed."""
+    version: int = _VERSION
+    """The store format."""
 
     def seals(self, kind: str) -> Seals:
         return Seals(f"{kind} {self.id}")
@@ -405,14 +407,13 @@ class Note:
         if data is None:
             raise _unsealed(store)
         values = json.loads(data)
-        if values["version"] not in _READABLE:
+        if values["version"] != _VERSION:
             raise _refused(
-                store, f"has version {values['version']}; this wink reads up to {_READABLE[-1]}"
+                store, f"has the format {values['version']}, and this wink reads {_VERSION} only"
             )
         return cls(**values)
 
 
-_READABLE = (2, 3, 4)
 _NOTE = "store"
 _BEFORE_THE_NOTE = frozenset(
     {"lock", "turn", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"}
@@ -464,8 +465,8 @@ def _refused(path: Path, reason: str) -> StoreRefused:
 
 def _unsealed(path: Path) -> StoreRefused:
     return StoreRefused(
-        f"The store {path} does not carry your seal: an earlier version of wink wrote it, somebody"
-        " else planted it, it is damaged, or XDG_STATE_HOME has changed. If it is yours, adopt it"
+        f"The store {path} does not carry your seal: somebody else planted it, it is damaged, or"
+        " XDG_STATE_HOME has changed. If it is yours, adopt it"
         " with `wink doctor --adopt-store`; otherwise delete it. Until then nothing in it is used"
     )
 

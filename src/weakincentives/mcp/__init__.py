@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from weakincentives.mcp.connection import HttpServer as HttpServer
     from weakincentives.mcp.connection import StdioServer as StdioServer
     from weakincentives.mcp.elicitation import ask_client as ask_client
-    from weakincentives.mcp.output import McpMedia as McpMedia
     from weakincentives.mcp.output import McpOutput as McpOutput
     from weakincentives.mcp.server import McpServer as McpServer
     from weakincentives.mcp.tools_section import LeftOutTool as LeftOutTool
