@@ -44,6 +44,7 @@ from weakincentives.filesystem import (
     branches_of,
     drop_branch,
 )
+from weakincentives.filesystem.store import location_of
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, Tool, ToolResult
 from weakincentives.runtime import Session, ToolCall, execute_tools
 
@@ -578,9 +579,12 @@ def test_calls_that_only_read_are_no_commits(branch: Branch) -> None:
 # A disk without space
 
 
-def test_a_change_on_a_full_disk_leaves_the_branch_as_it_was(tmp_path: Path) -> None:
+def test_a_change_on_a_full_disk_leaves_the_branch_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = tmp_path / "small"
     small.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(small / "state"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a filesystem")
@@ -657,6 +661,7 @@ def state(root: Path) -> tuple[object, ...]:
 def prepare(place: Path) -> Path:
     root = place / "work"
     shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(location_of(root), ignore_errors=True)
     for path in ("a", "b", "d/c", "one"):
         put(root / path, f"{path}\n")
     os.link(root / "one", root / "d/two")
@@ -698,14 +703,14 @@ def test_a_branch_waits_for_the_process_that_rolls_a_killed_call_back(
     tmp_path: Path, forkserver: None
 ) -> None:
     root = prepare(tmp_path / "p")
-    journal = tmp_path / "p/.work.wink/tx/journal"
+    journal = location_of(root) / "tx/journal"
     with contextlib.closing(Branch.create(root, "other", at=0)) as branch:
         before = shown(branch)
         for instant in range(1, 100):
             assert not attempt("merge", root, Death(instant))
             if journal.exists() and journal.stat().st_size:
                 break
-        holding = os.open(root.with_name(".work.wink") / "lock", os.O_RDWR)
+        holding = os.open(location_of(root) / "lock", os.O_RDWR)
         locks.take(holding)
         threading.Timer(0.2, os.close, [holding]).start()
 
@@ -784,7 +789,7 @@ def test_a_branch_begins_on_a_store_that_a_kill_has_left_half_made(tmp_path: Pat
     root = tmp_path / "work"
     root.mkdir()
     HostFilesystem(root).close()
-    store = tmp_path / ".work.wink"
+    store = location_of(root)
     made = ["tx", "directory.lock", "open"]
     for each in made[made.index(cut) :]:
         path = store / each

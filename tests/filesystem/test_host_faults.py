@@ -20,6 +20,7 @@ from trees import elsewhere as another_filesystem
 from chance import STRIDE
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.store import location_of
 
 pytestmark = pytest.mark.sampled
 
@@ -721,7 +722,7 @@ def test_a_workspace_that_is_deleted_meanwhile_is_told(root: Path):
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def test_a_store_that_is_deleted_between_calls_costs_the_history_only(root: Path):

@@ -24,6 +24,7 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory, adopt_store
 from weakincentives.filesystem import history as history_module
+from weakincentives.filesystem.store import location_of
 from weakincentives.runtime import SavedSession, Session
 from weakincentives.state import SEAL_SIZE, Seals
 
@@ -39,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def used(root: Path) -> Path:
@@ -186,7 +187,7 @@ def test_a_store_that_others_may_enter_is_closed_to_them(root: Path):
 
 def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_path: Path):
     """A repository brings it along: a journal that takes a file from elsewhere."""
-    store = store_of(root)
+    store = tmp_path / "store"
     store.mkdir(mode=0o700)
     (store / "tx").mkdir()
     status = root.stat()
@@ -199,12 +200,12 @@ def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_pa
 
     for look_at in (HostFilesystem, WorkspaceHistory):
         with pytest.raises(StoreRefused, match=r"planted.*--adopt-store"):
-            look_at(root)
+            look_at(root, store=store)
     assert look(tmp_path) == before
 
     # Even if somebody says yes: a name that leads elsewhere is none.
-    assert adopt_store(root)
-    with HostFilesystem(root) as fs:
+    assert adopt_store(root, store=store)
+    with HostFilesystem(root, store=store) as fs:
         assert not fs.exists("taken.txt")
     assert (tmp_path / "precious").read_text() == "precious"
     assert (root / "a.txt").read_text() == "first\n"
@@ -213,13 +214,15 @@ def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_pa
 def test_a_store_of_another_key_is_refused(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    used(root)
+    store = tmp_path / "store"
+    with HostFilesystem(root, store=store) as fs:
+        fs.write("a.txt", "second\n")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user's state"))
     with pytest.raises(StoreRefused, match="seal"):
-        HostFilesystem(root)
+        HostFilesystem(root, store=store)
 
-    assert adopt_store(root) == ()
-    with HostFilesystem(root) as fs:
+    assert adopt_store(root, store=store) == ()
+    with HostFilesystem(root, store=store) as fs:
         assert fs.history()[0].paths == ("a.txt",)
 
 
@@ -233,6 +236,87 @@ def test_records_of_one_store_are_none_in_another(root: Path, tmp_path: Path):
     with HostFilesystem(root) as fs:
         assert len(fs.history()) == 3
     assert len(WorkspaceHistory(root).damaged()) == 1
+
+
+# Where it is
+
+
+def test_nothing_is_put_into_or_beside_the_workspace(root: Path):
+    used(root)
+
+    assert os.listdir(root.parent) == [root.name]
+    assert store_of(root).is_relative_to(os.environ["XDG_STATE_HOME"])
+    assert stat.S_IMODE(store_of(root).parent.parent.stat().st_mode) == 0o700
+
+
+def test_a_directory_that_was_renamed_or_moved_keeps_its_history(root: Path, tmp_path: Path):
+    used(root)
+    moved = tmp_path / "another/name"
+    moved.parent.mkdir()
+    root.rename(moved)
+
+    assert len(WorkspaceHistory(moved).calls()) == 4
+    with HostFilesystem(moved) as fs:
+        fs.undo(fs.history()[-1].call_id)
+        assert fs.read("dir/b.txt") == "b\n"
+
+
+def test_a_directory_made_where_another_was_moved_from_has_its_own_history(
+    root: Path, tmp_path: Path
+):
+    used(root)
+    root.rename(tmp_path / "moved")
+    HostFilesystem(tmp_path / "moved").close()
+    root.mkdir()
+
+    with HostFilesystem(root) as fs:
+        assert fs.history() == ()
+        fs.write("a.txt", "another\n")
+    assert len(WorkspaceHistory(tmp_path / "moved").calls()) == 4
+    assert len(WorkspaceHistory(root).calls()) == 1
+
+
+def test_a_directory_that_was_made_again_keeps_its_history(root: Path):
+    used(root)
+    shutil.rmtree(root)
+    root.mkdir()
+
+    with HostFilesystem(root) as fs:
+        assert len(fs.history()) == 4
+
+
+def test_a_copy_has_its_own_history(root: Path, tmp_path: Path):
+    used(root)
+    shutil.copytree(root, tmp_path / "copy")
+
+    with HostFilesystem(tmp_path / "copy") as fs:
+        assert fs.history() == ()
+        assert fs.read("a.txt") == "third\n"
+    with HostFilesystem(root) as fs:
+        assert len(fs.history()) == 4
+
+
+def test_a_store_beside_the_workspace_is_left_untouched_and_named(
+    root: Path, caplog: pytest.LogCaptureFixture
+):
+    """Whoever wrote it: a repository or an agent may have planted it."""
+    used(root)
+    planted = root.parent / f".{root.name}.wink"
+    store_of(root).rename(planted)
+    before = look(planted)
+
+    with HostFilesystem(root) as fs:
+        assert fs.history() == ()
+    assert f"{planted} is a store of an earlier version" in caplog.text
+    assert look(planted) == before
+
+
+def test_a_workspace_that_holds_the_state_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.raises(ValueError, match=r"must not be inside.*Set XDG_STATE_HOME.*or give store="):
+        HostFilesystem(tmp_path)
 
 
 # Other formats

@@ -189,7 +189,7 @@ class Branch(PrivateView):
             of: Another branch: the new one begins as that is.
             commits: How many of its commits the new one has; all by default.
             about: What to note in its log, as JSON values.
-            store: The store of the workspace; beside it by default.
+            store: The store of the workspace; in the state directory by default.
         """
         root = Path(os.path.realpath(root))
         info = new_branch(root, name, at=at, about=about, store=store)

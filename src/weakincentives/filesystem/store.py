@@ -1,4 +1,4 @@
-"""The store beside a workspace: lock, open transaction, saved contents and history."""
+"""The store of a workspace: lock, open transaction, saved contents and history."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weakincentives.filesystem.tree import (
     write_all,
 )
 from weakincentives.gate import ProcessLock
-from weakincentives.state import Seals, stores_of
+from weakincentives.state import Seals, claim_store, state_directory, workspace_store
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -581,7 +581,7 @@ class Store:
 
     Args:
         root: The workspace.
-        path: The location; beside the workspace by default.
+        path: The location; in the state directory by default.
         wait: Seconds to wait for another process: see ``ProcessLock``.
         safe: Sync to disk, to survive a power loss.
         shared: Whether other processes may take the lock while this one has the store open.
@@ -601,9 +601,14 @@ class Store:
     ) -> None:
         self.root = Path(os.path.realpath(root))
         self.safe = safe
+        if path is None:
+            state_directory()
         self.path = location_of(self.root) if path is None else Path(os.path.realpath(path))
         if self.path == self.root or self.root in self.path.parents:
-            raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
+            raise ValueError(
+                f"the store {self.path} must not be inside the workspace {self.root}. Set"
+                " XDG_STATE_HOME to a directory outside of it, or give store="
+            )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with Held(open_store(self.path)) as fd:
             Note.read_from(fd, self.path)  # before anything is written
@@ -715,6 +720,12 @@ class Store:
         """Note which workspace this is for; refuse the store of another."""
         known = Note.read(self.path)
         path, ino = str(self.root), os.stat(self.root).st_ino
+        if known is None and os.path.exists(self.root.parent / f".{self.root.name}.wink" / "root"):
+            logger.warning(
+                "%s is a store of an earlier version. It is left untouched, and its calls cannot be"
+                " undone any more; delete it when you like",
+                self.root.parent / f".{self.root.name}.wink",
+            )
         if known is not None and path != known.path and ino != known.ino:
             raise ValueError(
                 f"the store {self.path} belongs to the workspace {known.path}, not to"
@@ -722,6 +733,8 @@ class Store:
             )
         mine = Note(id=os.urandom(8).hex() if known is None else known.id, path=path, ino=ino)
         if mine != known:
+            # Before the note: after a kill between the two, both are done again.
+            claim_store(path, str(self.path), None if known is None else known.path)
             write_note(self.path, mine)
         return mine
 
@@ -811,20 +824,8 @@ def store_of(root: str | os.PathLike[str], store: str | os.PathLike[str] | None)
 
 
 def location_of(root: Path) -> Path:
-    """Return the default store of a workspace: beside it, if files can be renamed to there.
-
-    An existing store beside it stays in use: it may be needed for recovery.
-    """
-    root = Path(os.path.realpath(root))
-    parent = root.parent
-    places = map(Path, stores_of(os.fspath(root)))
-    beside = next(places)
-    if beside.is_dir() and os.stat(parent).st_dev == os.stat(root).st_dev:
-        if _may_write(beside):
-            return beside
-    elif root != parent and _mount_at(parent) == _mount_at(root) and _may_write(parent):
-        return beside
-    return next(places)
+    """Return the default store of a workspace, in the user's private state directory."""
+    return Path(workspace_store(os.path.realpath(root)))
 
 
 def _mount_at(directory: Path) -> Mount:
@@ -834,10 +835,6 @@ def _mount_at(directory: Path) -> Mount:
 
 
 _EFFECTIVE = os.access in os.supports_effective_ids
-
-
-def _may_write(directory: Path) -> bool:
-    return os.access(directory, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)
 
 
 def _is_there(path: str) -> bool:

@@ -48,7 +48,7 @@ class Project:
         self.root.mkdir()
         self.home.mkdir()
         self.variables = {"HOME": str(self.home), "PATH": "/usr/bin:/bin"}
-        self.store = place / ".project.wink"
+        self.store = place / "store"
 
     def seen(self, **settings: object) -> ProjectEnvironment:
         return project_environment(
