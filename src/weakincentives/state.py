@@ -84,7 +84,7 @@ def workspace_store(root: str) -> str:
         if folder is not None:
             return os.path.join(above, folder)
     name = f"{os.path.basename(root) or 'root'}-{_mark(root)}"
-    if os.path.lexists(os.path.join(above, name)):  # of a directory that was moved away
+    if os.path.lexists(os.path.join(above, name, "root")):  # of a directory that was moved away
         name = f"{name}-{_identity_mark(root) or 'new'}"
     return os.path.join(above, name)
 

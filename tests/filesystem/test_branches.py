@@ -123,6 +123,39 @@ def test_the_branch_keeps_its_base_when_calls_change_the_workspace(
     assert shown(again(branch)) == before
 
 
+@pytest.mark.parametrize("deed", ["copy", "move"])
+def test_a_file_that_a_call_has_replaced_since_can_be_copied_and_moved_on_the_branch(
+    root: Path, fs: HostFilesystem, branch: Branch, deed: str
+) -> None:
+    """Its content is in the history of the workspace, and may be removed from there."""
+    fs.write("a", "call")
+    getattr(branch, deed)("a", "copied")
+    assert branch.read("copied") == "a\n" * 5
+    assert again(branch).read("copied") == "a\n" * 5
+
+
+@pytest.mark.parametrize(
+    "deeds",
+    [
+        [("copy", "d", "e/f"), ("delete", "e/f")],
+        [("write", "e/f", "new"), ("move", "d", "e")],
+        [("mkdir", "e"), ("delete", "e")],
+        [("copy", "d", "e"), ("write", "e/c", "new"), ("move", "e", "d")],
+    ],
+)
+def test_what_the_branch_itself_made_and_replaced_is_no_conflict(
+    root: Path, fs: HostFilesystem, branch: Branch, deeds: list[tuple[str, ...]]
+) -> None:
+    for name, *arguments in deeds:
+        given = {"delete": {"recursive": True}, "move": {"overwrite": True}}.get(name, {})
+        getattr(branch, name)(*arguments, **given)
+    expected = shown(branch)
+
+    branch.merge_into(fs)
+
+    assert shown(fs) == expected
+
+
 def test_two_commits_within_one_tick_of_the_clock_do_not_show(
     fs: HostFilesystem, branch: Branch
 ) -> None:

@@ -396,7 +396,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_private_view_on_a_full_disk_is_refused_and_the_rest_goes_on(small: Path):
     root = fill(small / "work")
     before = look(root)
-    with HostFilesystem(root) as fs:
+    with HostFilesystem(root, store=small / "store") as fs:
         view = fs.fork()
         view.write("dir/c.txt", "staged while there was space")
         use_up(small)

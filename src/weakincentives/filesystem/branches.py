@@ -331,7 +331,10 @@ class Branch(PrivateView):
             node = layer.node(step.parts)
             if node is None or node.kind != "file" or node.links > 1 or node.size > _KEPT:
                 return step
-            digest = node.digest or objects.add(layer.read(step.parts))
+            # A digest from the history of the workspace says nothing of the branch's objects.
+            digest = node.digest
+            if digest is None or digest not in objects:
+                digest = objects.add(layer.read(step.parts))
             node = node._replace(digest=digest, xattrs=xattrs_at(layer, step.parts))
             return step._replace(content=partial(objects.read, digest), node=node)
         if node is None or step.method not in ("write", "put_file"):
