@@ -498,7 +498,7 @@ def test_log_show_and_diff_have_the_files_of_calls_on_branches(
     }
     assert "(branch parser)" in wink("log").out
     assert "+line five" in wink("diff", "2").out
-    assert "+line five" in wink("diff", "--run", parser).out
+    assert "+line five" in wink("diff", parser).out
     assert "line five" in wink("show", "2:a.txt").out
     assert "line 5" in wink("show", "2:a.txt", "--before").out
 

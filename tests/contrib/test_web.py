@@ -15,6 +15,7 @@ from pages import Site, answer, redirect
 
 from weakincentives.contrib.tools import Browser, scrape, web_scrape_tool
 from weakincentives.contrib.tools.web import ScrapedPage
+from weakincentives.errors import install_command
 from weakincentives.prompt import ToolResult
 from weakincentives.resources import Binding
 from weakincentives.retry import RetryPolicies
@@ -101,7 +102,7 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     result = Agent(Browser()).scrape("http://example.com/")
 
     assert result.failure.code == "PRECONDITION_FAILED"
-    assert "pip install 'wink-runtime[web]'" in result.message
+    assert install_command("web") in result.message
     assert result.failure.suggestions == ("Browser must be available",)
 
 

@@ -134,7 +134,7 @@ class Trust:
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
         raise Misuse(
             f"not approved: {names}. These files run code outside the sandbox, or lift a "
-            f"protection. Review them, then run: wink policy approve -w {self.workspace}"
+            f"protection. Review them, then run: wink policy trust -w {self.workspace}"
         )
 
     def _files_of(self, spec: str) -> list[Path]:
@@ -165,7 +165,7 @@ class Trust:
             if not self._approves([found]):
                 raise NotApproved(
                     f"{found.name} is not approved ({found.state}). Review it, then run: wink "
-                    f"policy approve {found.name} -w {self.workspace}"
+                    f"policy trust {found.name} -w {self.workspace}"
                 )
             self.approve([found])
         return data

@@ -812,6 +812,8 @@ class AttachedPolicy:
 
 def attach(policies: Iterable[AnyPolicy]) -> tuple[AttachedPolicy, ...]:
     """Adapt policies of either form; refuse anything else."""
+    if not isinstance(policies, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"policies are a list, got {policies!r}: write policies=[...]")
     return tuple(_attach(policy) for policy in policies)
 
 
@@ -832,6 +834,12 @@ def _attach(policy: Any) -> AttachedPolicy:
         problem = misfit(check, 1, 2, context=3)
     listeners = {"on_start": (1, 2), "on_result": (1, 2, 3)}
     heard = {name: getattr(policy, name, None) for name in listeners}
+    mixed = [name for name, each in heard.items() if each is not None] if is_small else []
+    if mixed:
+        raise TypeError(
+            f"policy {policy!r} mixes both forms: with {mixed[0]}, write "
+            "check(self, tool, params, *, context) and return a PolicyDecision"
+        )
     for name, args in listeners.items():
         listener = heard[name]
         if listener is not None and is_async(listener):
@@ -938,6 +946,18 @@ def refuse_unknown_references(
                 raise error(f"{says}, which {where} does not offer; {_hint(name, known)}")
 
 
+def refuse_unknown_cascades(
+    tools: Iterable[Tool[Any, Any]], known: Collection[str], where: str, error: type[Exception]
+) -> None:
+    """Refuse an effect that calls a tool which is not offered: it would always fail."""
+    for tool in tools:
+        for effect in tool.effects:
+            name = getattr(effect, "trigger_tool", None)
+            if isinstance(name, str) and name.replace(":", "__") not in known:
+                says = f"an effect of tool {tool.name!r} calls the tool {name!r}"
+                raise error(f"{says}, which {where} does not offer; {_near(name, known)}")
+
+
 def refuse_misspelt_tools(
     policies: Iterable[AttachedPolicy], known: Collection[str], error: type[Exception]
 ) -> None:
@@ -953,6 +973,10 @@ def refuse_misspelt_tools(
 
 
 def _hint(name: str, offered: Collection[str]) -> str:
+    return f"{_near(name, offered)} For a tool that may be missing, write if_offered({name!r})"
+
+
+def _near(name: str, offered: Collection[str]) -> str:
     from difflib import get_close_matches
 
     own = sorted(set(offered) - RUNTIME_TOOLS)
@@ -960,8 +984,7 @@ def _hint(name: str, offered: Collection[str]) -> str:
     near = [each for each in own if each.rpartition("__")[2] == local]
     near = near or get_close_matches(name, sorted(offered), n=1, cutoff=0.5)
     some = ", ".join(own[:20]) + (f" and {len(own) - 20} more" if len(own) > 20 else "")
-    hint = f"did you mean {near[0]!r}?" if near else f"its tools are {some or 'none'}."
-    return f"{hint} For a tool that may be missing, write if_offered({name!r})"
+    return f"did you mean {near[0]!r}?" if near else f"its tools are {some or 'none'}."
 
 
 def refuse_shared_names(policies: Iterable[AttachedPolicy], error: type[Exception]) -> None:

@@ -21,6 +21,7 @@ from weakincentives.prompt.policies import (
     attach,
     names_of,
     refuse_shared_names,
+    refuse_unknown_cascades,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -202,6 +203,10 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         (output_type,) = type_args
         return cls(*args, output_type=output_type, **kwargs)
 
+    def __repr__(self) -> str:
+        sections = ", ".join(section.derived_key() for section in self.sections)
+        return f"<{type(self).__name__} {self.ns}/{self.key}: {sections}>"
+
     def with_sections(
         self, change: Callable[[str, Section[Any]], Section[Any]]
     ) -> PromptTemplate[OutT]:
@@ -284,6 +289,9 @@ class Prompt(Generic[OutT]):
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
+
+    def __repr__(self) -> str:
+        return f"<Prompt of {self.template!r}>"
 
     def bind(
         self,
@@ -605,6 +613,14 @@ def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
         yield from walk(node.children)
 
 
+def check_prompt(prompt: object) -> None:
+    """Refuse a template, or anything else, where a Prompt is expected."""
+    if isinstance(prompt, PromptTemplate):
+        raise TypeError("expected a Prompt, got a PromptTemplate: write Prompt(template)")
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"expected a Prompt, got {prompt!r}")
+
+
 def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
     """Refuse problems that do not depend on which sections are enabled."""
     _refuse_duplicates(_always_offered(nodes))
@@ -616,6 +632,8 @@ def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
         section.check_policies(known)
     refuse_unknown_tools(policies, known, known, "the prompt", PromptValidationError)
     refuse_unknown_references(every, known, "the prompt", PromptValidationError)
+    tools = (tool for section in sections for tool in section.tools)
+    refuse_unknown_cascades(tools, known, "the prompt", PromptValidationError)
 
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:

@@ -17,7 +17,7 @@ from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, ProcessLock, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
-from weakincentives.prompt.prompt import Offer, Prompt
+from weakincentives.prompt.prompt import Offer, Prompt, check_prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
@@ -477,7 +477,9 @@ def context_of(session: Session | None, prompt: Prompt[Any] | None) -> ToolConte
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
     rendered = None
-    if prompt is None:
+    if prompt is not None:
+        check_prompt(prompt)
+    else:
         prompt, rendered = session.prompt, session.rendered
     if prompt is None:
         raise WinkError(
