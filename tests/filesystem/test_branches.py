@@ -123,6 +123,19 @@ def test_the_branch_keeps_its_base_when_calls_change_the_workspace(
     assert shown(again(branch)) == before
 
 
+def test_the_branch_keeps_its_base_when_several_calls_move_the_same_file(
+    root: Path, fs: HostFilesystem, branch: Branch
+) -> None:
+    """It looks for the first time when all of them are done."""
+    fs.move("a", "e/c")
+    fs.write("a", "another")
+    fs.move("e", "d", overwrite=True)
+
+    assert branch.read("a") == "a\n" * 5
+    assert "another" not in shown(branch).values()
+    assert not branch.exists("e")
+
+
 @pytest.mark.parametrize("deed", ["copy", "move"])
 def test_a_file_that_a_call_has_replaced_since_can_be_copied_and_moved_on_the_branch(
     root: Path, fs: HostFilesystem, branch: Branch, deed: str

@@ -233,9 +233,7 @@ class Work:
             assert plain(after) == plain(expected)
         else:  # around what was put into a directory that the call removed or moved
             expected, around = self.states[number - 1], set(found)
-            for moved in self.moves:
-                if any(is_related(path, around) for path in moved):
-                    around.update(moved)
+            self._include_moved(around)
             for path in differing(plain(after), plain(expected)) & {c.path for c in changes}:
                 assert is_related(path, around), (path, found, told)
         self._note_commit("undo", before)
@@ -254,9 +252,7 @@ class Work:
         history = WorkspaceHistory(self.root)
         edits = (each.changes for each in self.operations if each.kind == "edit")
         edited = {change.path for changes in edits for change in changes}
-        for origin, target in reversed(self.moves):
-            if is_related(target, edited):
-                edited.add(origin)
+        self._include_moved(edited)
         for number, serial in self.serials.items():
             shown = contents(history.files_at(serial))
             expected = {"/".join(p): each for p, each in self._texts(self.states[number]).items()}
@@ -264,6 +260,13 @@ class Work:
             # The engine does not know when a person changed something, nor what a moved file was
             # before that; an operation does.
             assert all(is_related(parts_of(path), edited) for path in differ)
+
+    def _include_moved(self, paths: set[Parts]) -> None:
+        """Add where the files at some paths were, or went to, by a move or its undo."""
+        for _ in self.moves:
+            for moved in self.moves:
+                if any(is_related(path, paths) for path in moved):
+                    paths.update(moved)
 
     def _texts(self, files: Files) -> dict[Parts, str]:
         return {path: each.content for path, each in files.items() if each.kind == "file"}
