@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
 torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
 random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
 share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
-limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
+limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
@@ -36,10 +36,10 @@ test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 test-all: $(VENDORS) $(SERVERS) $(MCP_NODE)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 $(PYTEST)
 
-torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 ends all that in time.
+torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 begins nothing more after five minutes of tests.
 	@echo 'make torture SEED=$(SEED) repeats this'
 	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
-	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $(ARGS)
+	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $$(grep -rl --include='test_*.py' hypothesis tests)
 	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
 	WINK_TORTURE=1000 $(random) $(limit) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py

@@ -234,7 +234,7 @@ def test_a_signal_that_reaches_another_thread_interrupts_a_turn_that_waits(proje
         terminal.wait_for("Ctrl-D quits.")
         for number in (1, 2):
             terminal.send("wait\r")
-            terminal.wait_for("interrupted: 1 turn", timeout=60, times=number)
+            terminal.wait_for("interrupted: 1 turn", times=number)
         terminal.send("\x04")
         assert terminal.end() == 0
 

@@ -84,7 +84,7 @@ def meanwhile(project: Path, *acts: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield
-    thread.join(10)
+    thread.join(240)
     assert not thread.is_alive(), "no call has waited"
 
 

@@ -33,9 +33,6 @@ from weakincentives.text import counted, size_of
 if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
 
-_OPENS_WITHIN = 10.0
-"""Seconds; a browser that takes longer has opened the page, and stays in the foreground."""
-
 
 # debug
 
@@ -67,6 +64,7 @@ def debug(
     """
     from weakincentives.debugger import serve
     from weakincentives.debugger.server import Actions
+    from weakincentives.programs import open_link
 
     directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id
@@ -91,21 +89,6 @@ def _has_browser() -> bool:
         return False
     displays = ("DISPLAY", "WAYLAND_DISPLAY")
     return sys.platform != "linux" or any(os.environ.get(name) for name in displays)
-
-
-def open_link(link: str) -> bool:
-    """Open a link in the person's browser, which another process looks for: see ``programs``."""
-    import subprocess
-
-    from weakincentives.programs import safe_environment
-
-    program = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
-    argv = [sys.executable, "-I", "-c", program, link]
-    opened = subprocess.Popen(argv, cwd="/", env=safe_environment(), stderr=subprocess.DEVNULL)
-    try:
-        return opened.wait(_OPENS_WITHIN) == 0
-    except subprocess.TimeoutExpired:
-        return True
 
 
 # export

@@ -85,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         library = os.path.dirname(os.__file__)
         installed = library, f"{library}/lib-dynload", *site.getsitepackages()
         sys.path.sort(key=lambda each: each not in installed)
+        if any(os.path.isdir(each) for each in sys.path if each not in installed):
+            from weakincentives.programs import drop_planted_modules
+
+            drop_planted_modules()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: the next file opened would take its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from weakincentives.errors import McpServerError, MissingExtra
+from weakincentives.programs import open_link
 from weakincentives.state import state_directory
+from weakincentives.text import harmless
 
 try:
     import httpx2
@@ -47,10 +49,8 @@ _MAX_HEAD = 64_000
 
 def open_in_browser(url: str) -> None:
     """Open a page in the user's browser, and print its address for those who have none here."""
-    import webbrowser
-
-    sys.stderr.write(f"Sign in at {url}\n")
-    webbrowser.open(url)
+    sys.stderr.write(f"Sign in at {harmless(url)}\n")
+    open_link(url)
 
 
 class TokenFile:

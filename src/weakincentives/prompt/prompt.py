@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from weakincentives.media import Media
+    from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.overrides import PromptOverrides
     from weakincentives.session import Session
 
@@ -99,19 +100,33 @@ class Offer:
         policies = tuple(sorted(policies, key=lambda policy: policy.asks_a_person))
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
-        members = getattr(tool.handler, "composed_of", ())
+        members = [cls.of(each, rules) for each in getattr(tool.handler, "composed_of", ())]
         may_run_concurrently = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
             and tool.writes == "api"  # a scan cannot attribute changes to a call
             and tool.handler is not None
             and not any(policy.asks_a_person for policy in policies)
-            and all(cls.of(member, rules).may_run_concurrently for member in members)
+            and all(each.may_run_concurrently and not each.is_counted for each in members)
         )
         names = tuple(policy.name for policy in policies)
         return cls(
             tool, policies, listeners, counters, needs_loop, may_run_concurrently, rules, names
         )
+
+    @property
+    def is_counted(self) -> bool:
+        return any(policy.room is not None for policy in self.counters)
+
+    def may_join(self, others: int, context: ToolContext) -> bool:
+        """Tell whether a call may run concurrently with as many others of its turn.
+
+        Those that a policy counts are counted when they are committed.
+        """
+        if not self.may_run_concurrently:
+            return False
+        rooms = (each.room(self.tool, context=context) for each in self.counters if each.room)
+        return all(room > others for room in rooms)
 
     def asked_until(self, policy: AttachedPolicy) -> tuple[str, ...]:
         """Return the names of the policies up to this one."""

@@ -667,6 +667,7 @@ def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> Attac
         check=seen_by(policy.check),
         on_start=seen_by(policy.on_start),
         on_result=seen_by(policy.on_result),
+        room=seen_by(policy.room),
         applies_to=seen_by(policy.applies_to),
     )
 

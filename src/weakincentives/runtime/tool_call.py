@@ -355,7 +355,12 @@ class Work(Surroundings, Generic[T]):
     def _may_join(self) -> bool:
         gates = self.gates()
         call, turn = cast("ToolCall", self.joining), cast("JoinedTurn | None", gates[0].joined)
-        return turn is not None and not self.resources.in_place and turn.admits(gates, call.id)
+        return (
+            turn is not None
+            and not self.resources.in_place
+            and turn.admits(gates, call.id)
+            and self.offers[call.name].may_join(DEFAULT_CONCURRENCY, self.context)
+        )
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate

@@ -57,8 +57,8 @@ def groups(
         if (
             each is not None
             and offer is not None
-            and offer.may_run_concurrently
             and max_concurrency > 1
+            and offer.may_join(len(together), context)
         ):
             together.append(each)
             continue
