@@ -55,7 +55,7 @@ class Finding:
 @examples(
     "wink doctor",
     "wink doctor -w ~/project --json",
-    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
+    "wink doctor -w ~/project --adopt-store    # your own store, damaged or without its key",
     more="Exit code 0: ready; 1: something that is configured cannot work. Values of variables are "
     "never shown.",
 )
