@@ -196,6 +196,7 @@ _EXTRAS = {
     "claude-agent-sdk": (("claude-agent-sdk",), "Claude, through its own program"),
     "local": (("openai", "xllamacpp"), "a small model on this machine, without a network"),
     "mcp": (("mcp",), "`wink mcp`, and the tools of MCP servers"),
+    "durable": (("dbos", "psycopg", "obstore"), "background runs: `wink submit`, `wink worker`"),
     "asteval": (("asteval",), "the suite `python`: small scripts in an interpreter of their own"),
     "yaml": (("PyYAML",), "scripted models in YAML"),
     "web": (("playwright",), "reading web pages with a browser"),
