@@ -35,7 +35,7 @@ AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
 """Native tools that start a sub-agent."""
 NOT_CALLS = AGENTS | {
     *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
-    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
+    *("ExitPlanMode", "KillShell", "ListAgents", "ReportFindings", "ScheduleWakeup"),
     *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
     "ToolSearch",
 }
