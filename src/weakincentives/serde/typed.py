@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -68,7 +69,25 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
     """Return the function that ``parse`` calls for ``target``."""
     if target is None or target is type(None):
         return partial(_parse_none, validator_for(NoArguments | None, extra))
+    if target is dict:
+        return _parse_object
+    return _compiled(target, extra)
 
+
+def _parse_object(data: object) -> Any:
+    """Return any JSON object, without pydantic as long as it is one."""
+    if type(data) is dict:
+        try:
+            text = json.dumps(cast("object", data), ensure_ascii=False, allow_nan=False)
+            text.encode()  # not all text is Unicode
+            return json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            pass  # which pydantic explains, or can write
+    return _compiled(dict, "forbid")(cast("object", data))
+
+
+@lru_cache(maxsize=1024)
+def _compiled(target: Any, extra: Extra) -> Callable[[object], Any]:
     from pydantic_core import SchemaValidator, ValidationError, to_json
 
     from weakincentives.serde import problems
