@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -41,6 +42,10 @@ NOT_CALLS = AGENTS | {
 }
 """Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
 if the tool that starts it were a call, they would wait for its end."""
+FORMER = MappingProxyType(
+    {"Task": "Agent", "KillShell": "TaskStop", "KillBash": "TaskStop", "ListPeers": "ListAgents"}
+)
+"""Former names of native tools, each with the present one."""
 EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
 """Native tools that change one file."""
 PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}
