@@ -531,7 +531,7 @@ def test_a_question_of_our_policies_is_asked_in_every_mode(play: Play, mode: Any
     )
 
     assert len(person.asked) == 4
-    assert 'command: "rm a.txt"' in person.asked[0][2].decision_reason
+    assert "$ rm a.txt" in person.asked[0][2].decision_reason
     assert play.tree() == {**AS_IT_WAS, "b.txt": "better\n", "notes.txt": "new\nbetter\n"}
     ended = [each for each in play.details() if each["outcome"] != "suspended"]
     assert [each["outcome"] for each in ended] == ["denied", *["committed"] * 3]
