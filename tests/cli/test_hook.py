@@ -21,6 +21,7 @@ from messages_server import serving
 from weakincentives.adapters import ModelTurn
 from weakincentives.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.store import location_of
 
 
 @pytest.fixture
@@ -348,7 +349,7 @@ def test_what_a_process_committed_that_was_killed_right_after_is_not_the_tool_s(
     claude: Claude, project: Path
 ):
     claude.before("u1", "Bash", command="make")
-    note = project.parent / ".project.wink" / "scan" / "noted"
+    note = location_of(project) / "scan" / "noted"
     note.rename(note.with_name("kept"))  # so that it does not take its changes out
     with HostFilesystem(project, shared=True) as files:
         files.write("a.txt", "ours\n")

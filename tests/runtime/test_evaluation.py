@@ -659,16 +659,6 @@ def test_each_prompt_continues_its_own_conversation(evaluate: Evaluate):
     assert last.text == "1+1+3+1+1+3+4"  # the last one, whatever its prompt
 
 
-def test_a_conversation_from_before_prompts_were_saved_is_continued(evaluate: Evaluate):
-    session = Session()
-    session.dispatch(Message(role="user", text="Hi.", is_first=True, conversation="old"))
-    session.dispatch(Message(role="model", text="Hello.", conversation="old"))
-
-    evaluate([lambda request: f"{len(request.messages)}"], prompt(), session, message="You?")
-
-    assert said(session)[-1] == ("model", "3")
-
-
 def test_a_model_inside_a_tool_begins_anew_in_each_call(evaluate: Evaluate):
     """The call around the last conversation may have been rolled back."""
 

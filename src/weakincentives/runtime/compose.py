@@ -309,13 +309,6 @@ class ToolComposer:
 _NOT_MATCHED = ToolError("BRANCH_NOT_MATCHED", "The branch's condition does not hold")
 
 
-@dataclass(frozen=True, slots=True)
-class _BranchOutput:
-    """The value of a branch's record in sessions that earlier versions saved."""
-
-    results: tuple[AnyResult, ...]
-
-
 def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
     """Return a tool that runs a branch and fails if it does not match."""
     first, *others = branch.tools

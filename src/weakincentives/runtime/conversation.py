@@ -84,8 +84,7 @@ def last_conversation(
         found.append(message)
         if not message.is_first:
             continue
-        # An earlier version did not save the prompt.
-        if prompt is not None and message.prompt not in (prompt, ""):
+        if prompt is not None and message.prompt != prompt:
             found.clear()
         for each in by_id.values():
             if each and not each[-1].is_first:
