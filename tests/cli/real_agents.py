@@ -182,6 +182,7 @@ class Running:
         own |= {"XDG_CONFIG_HOME": str(self.home / ".config")}
         own |= {"XDG_DATA_HOME": str(self.home / ".local/share")}
         own |= {"XDG_CACHE_HOME": str(self.home / ".cache")}
+        own |= {"WINK_HOOK_IDLE": "20"}
         return environment({**own, **self.agent.env})
 
     @contextmanager

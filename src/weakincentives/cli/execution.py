@@ -102,7 +102,8 @@ def execute(
 
 def _settings(workspace: Path, policy: Sequence[str] | None) -> Settings | None:
     """Return the settings of a directory; None if it has none, nor the environment."""
-    is_set = any(each.startswith("WINK_") and each != INSIDE for each in os.environ)
+    others = (INSIDE, "WINK_HOOK_IDLE")
+    is_set = any(each.startswith("WINK_") and each not in others for each in os.environ)
     if not policy and not is_set and not os.path.lexists(workspace / FILE_NAME):
         return None
     from weakincentives.cli.config import load_settings

@@ -95,10 +95,7 @@ class McpResourcesSection(_ServerSection):
             options.setdefault("title", f"Resources of {name}")
             options["tools"] = (*self._made_tools(), *options.get("tools", ()))
             media = [each for _, output in self._included for each in output.media]
-            options["media"] = (
-                *(m for m in media if isinstance(m, Media)),
-                *options.get("media", ()),
-            )
+            options["media"] = (*media, *options.get("media", ()))
             super().__init__(**options)
         except BaseException:
             self.close()

@@ -23,8 +23,9 @@ from weakincentives.cli.common import INSIDE
 from weakincentives.cli.hooks import client
 from weakincentives.state import our_code, state_directory
 
-IDLE = 900.0
-"""Seconds without an event after which it ends."""
+IDLE = "WINK_HOOK_IDLE"
+"""The variable with the seconds without an event after which it ends; with 0 it does not start."""
+_IDLE = 900.0
 _MOST = 1 << 22
 """Bytes that an event's environment may have."""
 _NEEDED = (
@@ -52,8 +53,8 @@ def start() -> None:
 
     To be called before anything of an event was handled: it is inherited.
     """
-    path = client.address(dict(os.environb))
-    if path is None or os.environ.get(INSIDE) or not hasattr(socket, "SCM_RIGHTS"):
+    path, idle = client.address(dict(os.environb)), _idle()
+    if path is None or idle <= 0 or os.environ.get(INSIDE) or not hasattr(socket, "SCM_RIGHTS"):
         return
     place = state_directory() / "hooks"
     place.mkdir(mode=0o700, exist_ok=True)
@@ -74,12 +75,12 @@ def start() -> None:
         return
     try:
         if os.fork() == 0:
-            _become_resident(os.fsdecode(path), lock)
+            _become_resident(os.fsdecode(path), lock, idle)
     finally:
         os._exit(0)
 
 
-def _become_resident(path: str, lock: int) -> None:
+def _become_resident(path: str, lock: int, idle: float) -> None:
     os.setsid()
     os.chdir("/")
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -105,7 +106,7 @@ def _become_resident(path: str, lock: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
         gc.collect()
         gc.freeze()
-        while select.select([listening], [], [], IDLE)[0]:
+        while select.select([listening], [], [], idle)[0]:
             connection, _ = listening.accept()
             with connection:
                 is_current = _code() == code and _inode(path) == own
@@ -116,6 +117,13 @@ def _become_resident(path: str, lock: int) -> None:
                 break
         if _inode(path) == own:
             os.unlink(path)
+
+
+def _idle() -> float:
+    try:
+        return float(os.environ.get(IDLE) or _IDLE)
+    except ValueError:
+        return _IDLE
 
 
 def _inode(path: str) -> int:
