@@ -163,8 +163,8 @@ def test_json_tells_the_same_for_machines(project: Path, run: Runs):
     assert [run.id for run in runs_of(project)] == [first["run"]]
     ended = [each for each in told if each["type"] == "tool_ended"]
     assert [(each["tool"], each["outcome"], each["rolled_back"]) for each in ended[1:5]] == [
-        ("read_file", "committed", False),
-        ("edit_file", "failed", True),
+        ("read_file", "ok", False),
+        ("edit_file", "rolled back", True),
         ("write_file", "denied", False),
         ("edit_file", "committed", False),
     ]
