@@ -217,8 +217,8 @@ def test_a_refusal_ends_the_run_and_is_not_sent_back(evaluate: Evaluate):
 
 
 def test_a_type_that_is_no_answer_is_refused_before_the_model_is_asked(evaluate: Evaluate):
-    with pytest.raises(TypeError, match="cannot be an output type"):
-        evaluate([ProviderRejected("never asked")], prompt(output=int), Session())
+    with pytest.raises(TypeError, match="has no JSON form"):
+        evaluate([ProviderRejected("never asked")], prompt(output=Session), Session())
 
 
 def test_tries_at_an_answer_are_counted_anew_after_work(evaluate: Evaluate):

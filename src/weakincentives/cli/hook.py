@@ -28,7 +28,8 @@ def install(
 ) -> None:
     """Have a coding agent tell wink of every tool that it uses."""
     from weakincentives.cli.hooks.adapters import adapter_of
-    from weakincentives.cli.hooks.install import apply, changes_to_install, show
+    from weakincentives.cli.hooks.install import changes_to_install
+    from weakincentives.cli.settings_files import apply, show
 
     adapter = adapter_of(agent)
     changes = changes_to_install(adapter)
@@ -55,7 +56,8 @@ def uninstall(
     What was recorded stays.
     """
     from weakincentives.cli.hooks.adapters import adapter_of
-    from weakincentives.cli.hooks.install import apply, changes_to_uninstall, show
+    from weakincentives.cli.hooks.install import changes_to_uninstall
+    from weakincentives.cli.settings_files import apply, show
 
     adapter = adapter_of(agent)
     changes = changes_to_uninstall(adapter)

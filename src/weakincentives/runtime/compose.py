@@ -492,7 +492,7 @@ def _composed(
         handler=handler,
         writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index, default="api")),
         concurrent=True,  # as far as its members may: the offer asks them
-        strict=False,
+        checked=False,
         timeout=longest if timeout is None else timeout,
         **options,
     )
