@@ -372,7 +372,7 @@ class McpToolsSection(Section[None]):
             handler=handler,
             params_type=dict,
             result_type=Any,
-            strict=False,
+            checked=False,
             title=listed.title or "",
             reach=terms.reach,
             writes=terms.writes,
