@@ -88,6 +88,11 @@ class ServedClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = _Order()
 
+    @property
+    def offered(self) -> Offered:
+        """What was offered last."""
+        return self._offered or self.look()
+
     def look(self) -> Offered:
         """Return what is offered now."""
         service, before = self._service, self._offered
@@ -127,10 +132,7 @@ class ServedClient:
     ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
         """Run a call; ``offer`` is that of a tool which is not among the offered ones."""
         client_call.set(made)
-        if offer is None:
-            known = (self._offered or self.look()).whole.offers.get(call.name)
-        else:
-            known = offer
+        known = self.offered.whole.offers.get(call.name) if offer is None else offer
         if known is None or known.tool.reach == "read":
             done = await self._run(call, made, reports, offer, settled)
         else:
