@@ -189,7 +189,7 @@ def _home(variable: str, otherwise: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / otherwise)
 
 
-def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json]:
+def matchers_of(adapter: Adapter, patience: int = PATIENCE, **more: object) -> dict[str, Json]:
     """Return our hook for each event, as Claude Code and its likes want them."""
     found: dict[str, Json] = {}
     for event, kind in adapter.kinds.items():
@@ -202,17 +202,17 @@ def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json
 
 def _claude(adapter: Adapter) -> Iterator[Change]:
     place = _home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _gemini(adapter: Adapter) -> Iterator[Change]:
     place = _home("GEMINI_CLI_HOME", "") / ".gemini" / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE * 1000, name="wink"))
+    yield _merged(place, matchers_of(adapter, PATIENCE * 1000, name="wink"))
 
 
 def _qwen(adapter: Adapter) -> Iterator[Change]:
     place = _home("QWEN_HOME", ".qwen") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _codex(adapter: Adapter) -> Iterator[Change]:
@@ -220,7 +220,7 @@ def _codex(adapter: Adapter) -> Iterator[Change]:
     home = _home("CODEX_HOME", ".codex")
     if "CODEX_HOME" in os.environ:
         home = Path(os.path.realpath(home))  # as Codex does
-    matchers = _matchers(adapter, PATIENCE)
+    matchers = matchers_of(adapter)
     for event in ("Interrupt", "SessionEnd"):
         matchers[event]["hooks"][0]["timeout"] = 3  # at most
     hooks = _merged(home / "hooks.json", matchers)
