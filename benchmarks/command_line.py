@@ -13,8 +13,13 @@ from timing import Samples, emit, is_quick
 from weakincentives.cli.hooks import client as hook_client
 
 WINK = Path(sys.executable).with_name("wink")
-HOOK = {"session_id": "bench", "prompt_id": "bench", "tool_name": "Bash"}
-HOOK |= {"tool_input": {"command": "make"}, "tool_response": "ok"}
+HOOK = {
+    "session_id": "bench",
+    "prompt_id": "bench",
+    "tool_name": "Bash",
+    "tool_input": {"command": "make"},
+    "tool_response": "ok",
+}
 
 
 def main() -> None:

@@ -274,9 +274,19 @@ def _without_trust(text: str, hooks: Path) -> str:
     return text
 
 
+def _copilot(adapter: Adapter) -> Iterator[Change]:
+    place = _home("COPILOT_HOME", ".copilot") / "hooks" / "wink.json"
+    yield _merged(place, matchers_of(adapter), {"version": 1})
+
+
 def _opencode(adapter: Adapter) -> Iterator[Change]:
     home = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     yield _plugin(adapter, home / "plugins" / "wink.js", "opencode.js")
+
+
+def _pi(adapter: Adapter) -> Iterator[Change]:
+    home = _home("PI_CODING_AGENT_DIR", ".pi/agent")
+    yield _plugin(adapter, home / "extensions" / "wink.ts", "pi.ts")
 
 
 def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
@@ -289,7 +299,9 @@ def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
 _INSTALLED: Mapping[str, Callable[[Adapter], Iterator[Change]]] = {
     "claude": _claude,
     "codex": _codex,
+    "copilot": _copilot,
     "gemini": _gemini,
     "opencode": _opencode,
+    "pi": _pi,
     "qwen": _qwen,
 }
