@@ -28,7 +28,7 @@ from weakincentives.state import (
     note_writable,
     our_code,
     our_environment,
-    stores_of,
+    workspace_store,
 )
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -377,7 +377,7 @@ def _identity(directory: str) -> tuple[int, int] | None:
 def _is_known(directory: str) -> bool:
     """Tell whether a run has ever worked on a directory, or its commands could write to it."""
     with suppress(StateUnavailable):
-        return is_noted_writable(directory) or any(map(os.path.isdir, stores_of(directory)))
+        return is_noted_writable(directory) or os.path.isdir(workspace_store(directory))
     return False
 
 

@@ -37,7 +37,8 @@ def install(
 ) -> None:
     """Have a coding agent tell wink of every tool that it uses."""
     from weakincentives.cli.hooks.adapters import adapter_of
-    from weakincentives.cli.hooks.install import apply, changes_to_install, show
+    from weakincentives.cli.hooks.install import changes_to_install
+    from weakincentives.cli.settings_files import apply, show
 
     adapter = adapter_of(agent)
     if plugin:
@@ -59,7 +60,8 @@ def install(
 
 def _install_plugin(adapter: Adapter, print_only: bool) -> None:
     from weakincentives.cli.hooks.claude_plugin import install_plugin, show_plugin
-    from weakincentives.cli.hooks.install import apply, changes_to_uninstall, show
+    from weakincentives.cli.hooks.install import changes_to_uninstall
+    from weakincentives.cli.settings_files import apply, show
 
     if adapter.program != "claude":
         raise Misuse(f"--plugin is for claude; run: wink hook install {adapter.program}")
@@ -86,7 +88,8 @@ def uninstall(
     """
     from weakincentives.cli.hooks.adapters import adapter_of
     from weakincentives.cli.hooks.claude_plugin import plugin_directory, remove_plugin
-    from weakincentives.cli.hooks.install import apply, changes_to_uninstall, show
+    from weakincentives.cli.hooks.install import changes_to_uninstall
+    from weakincentives.cli.settings_files import apply, show
 
     adapter = adapter_of(agent)
     changes = changes_to_uninstall(adapter)

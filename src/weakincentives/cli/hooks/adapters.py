@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weakincentives.adapters.claude_program import EDITING, NOT_CALLS, READING
+from weakincentives.adapters.claude_program import EDITING, FORMER, NOT_CALLS, READING
 from weakincentives.cli.common import Misuse, hint
 from weakincentives.cli.hooks.events import Event, Kind, Reply
 
@@ -46,6 +46,8 @@ class Adapter:
     """Tools that change nothing themselves, such as those that start a sub-agent."""
     others: frozenset[str] = frozenset()
     """More tools that a rule may name."""
+    former: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Former names of tools that a rule may have, each with the present one."""
     places: tuple[str, ...] = ("file_path",)
     """Arguments that name the file."""
     root_variable: str = ""
@@ -157,7 +159,8 @@ ADAPTERS: Mapping[str, Adapter] = {
             editing=EDITING,
             reading=READING,
             not_calls=NOT_CALLS,
-            others=frozenset({"Bash"}),
+            others=frozenset({"Bash", "Monitor"}),
+            former=FORMER,
             places=("file_path", "notebook_path"),
             root_variable="CLAUDE_PROJECT_DIR",
             can_ask=True,
