@@ -376,7 +376,7 @@ class Overlay:
         ``in_place`` mounts none: the command changes the workspace itself, but nothing that it
         starts outlives it.
         """
-        way, (_, options, _, _) = self._way, self.mount
+        way, (_, options) = self._way, self.mount
         wrapped = [way.unshare, "--mount", "--mount-proc"]
         inner = [str(directory), str(self.place)]
         script = (ATTACHED if attached else PIPED) + SCRIPT
@@ -406,13 +406,10 @@ class Overlay:
         )
 
     @property
-    def mount(self) -> tuple[str, str, str, bool]:
-        """How to mount it: from which directory, with which options and where, and whether only
-        the root of a user namespace may.
-        """
+    def mount(self) -> tuple[str, str]:
+        """How to mount it: from which directory, and with which options."""
         lower = "staged:lower" if self.staged.exists() else "lower"
-        options = f"lowerdir={lower},{self._way.options}"
-        return str(self.place), options, str(self.workspace), self._way.owner is not None
+        return str(self.place), f"lowerdir={lower},{self._way.options}"
 
     def _enter(self, options: str | None) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import stat
 import struct
@@ -569,17 +570,71 @@ def _kind_of(entry: os.DirEntry[str]) -> NodeKind:
 def mounted_below(place: Path | str) -> str | None:
     """Return a mount point below a directory; None if there is none."""
     start = os.fsencode(place) + b"/"
-    try:
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in lines:
-        target = line.split(b" ", 5)[4]
-        if b"\\" in target:
-            target = target.decode("unicode_escape").encode("latin-1")
-        if target.startswith(start):
-            return os.fsdecode(target)
-    return None
+    return next((os.fsdecode(each) for each in _mounts.points() if each.startswith(start)), None)
+
+
+def mount_generation() -> int:
+    """Return a number that is another one once something was mounted or unmounted."""
+    return _mounts.generation()
+
+
+class _Mounts:
+    """The table of what is mounted where, read again when the kernel says that it has changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._changed = select.poll() if hasattr(select, "poll") else None
+        self._generation = 0
+        self._points: tuple[bytes, ...] | None = None
+
+    def generation(self) -> int:
+        with self._lock:
+            self._look()
+            return self._generation
+
+    def points(self) -> tuple[bytes, ...]:
+        """Return all mount points; none where the system has no such table."""
+        with self._lock:
+            self._look()
+            if self._points is None or self._fd is None:
+                self._points = self._read()
+            return self._points
+
+    def _look(self) -> None:
+        if self._fd is None:
+            with contextlib.suppress(OSError):
+                self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+                if self._changed is not None:
+                    self._changed.register(self._fd, select.POLLPRI)
+        elif self._changed is not None and not self._changed.poll(0):
+            return
+        self._generation += 1
+        self._points = None
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+        except FileNotFoundError:
+            return ()
+        targets = (line.split(b" ", 5)[4] for line in lines)
+        return tuple(
+            each.decode("unicode_escape").encode("latin-1") if b"\\" in each else each
+            for each in targets
+        )
+
+    def forget(self) -> None:
+        """Open the table anew: a forked child would take its parent's news away."""
+        self._lock = threading.Lock()
+        if self._fd is not None and self._changed is not None:
+            self._changed.unregister(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+
+_mounts = _Mounts()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mounts.forget)
 
 
 Mount = tuple[int, int]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator
 
@@ -174,16 +174,23 @@ _EVENTS: tuple[tuple[str, str, Refusal], ...] = (
 
 
 class CgroupEvents:
-    """What the kernel refuses to the processes of a cgroup."""
+    """What the kernel refuses to the processes of a cgroup; its files stay open in the block."""
 
     def __init__(self, cgroup_files: Sequence[str]) -> None:
-        self._sources: list[tuple[str, str, Refusal]] = [
-            (path, key, refusal)
+        self._sources: list[tuple[int, str, Refusal]] = [
+            (os.open(path, os.O_RDONLY | os.O_CLOEXEC), key, refusal)
             for folder in map(os.path.dirname, cgroup_files)
             for name, key, refusal in _EVENTS
             if os.path.exists(path := os.path.join(folder, name))
         ]
         self._seen = self._count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._sources:
+            os.close(self._sources.pop()[0])
 
     def new(self) -> set[Refusal]:
         """Return what has been refused since the last call."""
@@ -192,8 +199,11 @@ class CgroupEvents:
 
     def _count(self) -> dict[Refusal, int]:
         found: dict[Refusal, int] = {}
-        for path, key, refusal in self._sources:
-            for line in _read(path).splitlines():
+        for fd, key, refusal in self._sources:
+            text = b""
+            with contextlib.suppress(OSError):  # the cgroup has been removed
+                text = os.pread(fd, 1 << 12, 0)
+            for line in text.decode().splitlines():
                 name, _, count = line.partition(" ")
                 if name == key:
                     found[refusal] = found.get(refusal, 0) + int(count)
