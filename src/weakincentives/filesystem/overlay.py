@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from weakincentives.filesystem.tree import (
     Held,
     Tree,
     mounted_below,
+    remove_path,
     remove_tree,
     set_xattrs,
     wait_until,
@@ -77,6 +79,10 @@ MOUNT = """
 shift 3
 """
 
+FEW = 100
+"""Entries of a layer that are removed one by one; one with more is removed as a whole."""
+
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, EXT4_TOPDIR = 0x8008_6601, 0x4008_6602, 0x2_0000
 CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
 
@@ -122,6 +128,10 @@ class Started(Protocol):
 
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
+
+    def released(self) -> bool:
+        """Wait until its mounts are gone, after its end; tell whether they are known to be."""
+        ...
 
 
 LIFELINE = "\0lifeline"
@@ -234,6 +244,9 @@ class Process(Started):
             self._kill_now()
             self.popen.wait()
 
+    def released(self) -> bool:
+        return False
+
     def _kill_now(self) -> None:
         if self._attached:
             self.popen.kill()  # its process group is ours, too
@@ -342,15 +355,17 @@ class Overlay:
         self.workspace = workspace
         self._way = way
         self._trees: list[Tree] = []
+        self._stdin = b""
+        self.holder: Started | None = None
+        """What has it mounted."""
 
     def prepare(self, stdin: bytes = b"") -> None:
-        """Make the directories; the upper one with the attributes of the workspace."""
-        self.place.mkdir(mode=0o700)
-        self.upper.mkdir(mode=0o700)
-        (self.place / "work").mkdir(mode=0o700)
-        # A name without colons or commas, whatever the workspace is called.
-        (self.place / "lower").symlink_to(self.workspace)
-        (self.place / "stdin").write_bytes(stdin)
+        """Make the directories, or use empty ones; the upper one has the workspace's attributes."""
+        self._stdin = stdin
+        with contextlib.suppress(FileExistsError):
+            self.place.mkdir(mode=0o700)
+            self.upper.mkdir(mode=0o700)
+            (self.place / "work").mkdir(mode=0o700)
         _take_after(self.upper, os.stat(self.workspace), self.workspace)
 
     def cover(self, look: Look, paths: AbstractSet[Parts], tree: Tree) -> None:
@@ -376,7 +391,11 @@ class Overlay:
         ``in_place`` mounts none: the command changes the workspace itself, but nothing that it
         starts outlives it.
         """
-        way, (_, options) = self._way, self.mount
+        way, lower = self._way, "staged:lower" if self.staged.exists() else "lower"
+        options = f"lowerdir={lower},{way.options}"
+        # A name without colons or commas, whatever the workspace is called.
+        (self.place / "lower").symlink_to(self.workspace)
+        (self.place / "stdin").write_bytes(self._stdin)
         wrapped = [way.unshare, "--mount", "--mount-proc"]
         inner = [str(directory), str(self.place)]
         script = (ATTACHED if attached else PIPED) + SCRIPT
@@ -406,10 +425,11 @@ class Overlay:
         )
 
     @property
-    def mount(self) -> tuple[str, str]:
-        """How to mount it: from which directory, and with which options."""
-        lower = "staged:lower" if self.staged.exists() else "lower"
-        return str(self.place), f"lowerdir={lower},{self._way.options}"
+    def mount(self) -> tuple[str, str, bool]:
+        """How to mount it: from which directory, with which options besides the lower layers, and
+        whether there is a staged one.
+        """
+        return str(self.place), self._way.options, self.staged.exists()
 
     def _enter(self, options: str | None) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.
@@ -432,9 +452,28 @@ class Overlay:
         return (self.place / "started").exists()
 
     def discard(self) -> None:
+        self._close_trees()
+        remove_tree(self.place)
+
+    def empty(self) -> bool:
+        """Empty the layers for another command, once nothing uses them; tell whether they are."""
+        self._close_trees()
+        if self.holder is None or not self.holder.released():
+            return False
+        work = self.place / "work"
+        if len(os.listdir(self.upper)) > FEW:
+            return False
+        for path in (*self.upper.iterdir(), *work.iterdir(), self.staged):
+            if path != work / "index" or os.listdir(path):
+                remove_path(path)
+        for name in os.listxattr(self.upper):
+            if not name.startswith("security."):
+                os.removexattr(self.upper, name)
+        return True
+
+    def _close_trees(self) -> None:
         while self._trees:
             self._trees.pop().close()
-        remove_tree(self.place)
 
     def steps(self, tree: Tree) -> list[Step]:
         """Return what turns the workspace into what the command saw, in the order to do it.
@@ -550,8 +589,21 @@ def _finish(place: str, node: Node) -> None:
     os.utime(place, ns=(node.mtime_ns, node.mtime_ns), follow_symlinks=False)
 
 
+def spread(folder: Path) -> None:
+    """Let a new directory below this one have an area of the disk for itself, where it can.
+
+    ext4 does not use the number of a deleted file again for a minute, and passes over all of them
+    whenever it makes a file in the same area.
+    """
+    with contextlib.suppress(OSError), Held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        flags = bytearray(fcntl.ioctl(fd, FS_IOC_GETFLAGS, bytes(8)))
+        flags[2] |= EXT4_TOPDIR >> 16
+        fcntl.ioctl(fd, FS_IOC_SETFLAGS, bytes(flags))
+
+
 def _take_after(place: Path | str, status: os.stat_result, original: Path | str) -> None:
-    if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+    present = os.stat(place)
+    if (status.st_uid, status.st_gid) != (present.st_uid, present.st_gid):
         with contextlib.suppress(PermissionError):
             os.chown(place, status.st_uid, status.st_gid)
     shutil.copystat(original, place)

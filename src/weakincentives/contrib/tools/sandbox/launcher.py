@@ -80,11 +80,11 @@ class Sandbox:
     """
 
     def __init__(self, static: bytes, others: list[int]) -> None:
+        self.answer = -1
+        """Open until nothing is left of the command and its mounts."""
         self._static = static
         self._sources = _identities(static)  # first: what is replaced while it is built counts
         self.control, its = _socket.socketpair()
-        self.number = 0
-        """Of its command, as the client counts."""
         zygote = os.getpid()
         self.first = os.fork()
         """The process that all others descend from."""
@@ -101,9 +101,9 @@ class Sandbox:
         alive = not select.select([self.ended], [], [], 0)[0]
         return alive and static == self._static and self._sources == _identities(static)
 
-    def start(self, number: int, given: list[int], fields: dict[str, Any]) -> int:
+    def start(self, given: list[int], fields: dict[str, Any]) -> int:
         """Start its command; return the process."""
-        self.number = number
+        self.answer = given[3]
         head = _read(self.control, 4)
         if len(head) < 4:
             return self.first  # it has been killed
@@ -159,11 +159,11 @@ class Zygote:
         """Serve until the client closes its socket, dies or needs no command for a while.
 
         The client sends the lengths of two parts of a plan with descriptors, and then the parts:
-        see ``main``. The answers are pairs of a number, which counts the commands, and a value:
-        first the process, then the exit code of process 1 when nothing is left of the command.
+        see ``main``. The first descriptors are the standard ones of the command, and one where
+        process 1 writes its exit code. This one is closed when nothing is left of the sandbox. The
+        answer to the client is the process.
         """
         self._client.send(READY)
-        count = 0
         while True:
             ended = [each.ended for each in self._running]
             starting = [] if self._next is None else [self._next[0].control]
@@ -177,18 +177,15 @@ class Zygote:
                 head, given = _receive(self._client, 8)
                 if not head:
                     break
-                count += 1
                 static, more = struct.unpack("=II", head)
                 plan = _read(self._client, static + more)
                 if len(plan) < static + more:
                     break
-                self._start(count, plan[:static], given, marshal.loads(plan[static:]))
+                self._start(plan[:static], given, marshal.loads(plan[static:]))
             elif not waiting:
                 break
 
-    def _start(
-        self, number: int, static: bytes, given: list[int], fields: dict[str, Any]
-    ) -> None:
+    def _start(self, static: bytes, given: list[int], fields: dict[str, Any]) -> None:
         sandbox, self._armed = self._armed, None
         if sandbox is None or not sandbox.is_for(static):
             if sandbox is not None:
@@ -196,10 +193,11 @@ class Zygote:
                 self._running.append(sandbox)
             sandbox = Sandbox(static, self._ours(given))
         self._running.append(sandbox)
-        pid = sandbox.start(number, given, fields)
+        pid = sandbox.start(given, fields)
         for descriptor in given:
-            os.close(descriptor)
-        self._client.send(struct.pack("=Ii", number, pid))
+            if descriptor != sandbox.answer:
+                os.close(descriptor)
+        self._client.send(struct.pack("=i", pid))
         # Not for the first command of a kind: it may be the only one.
         self._next = (sandbox, static) if static == self._last else None
         self._last = static
@@ -213,8 +211,10 @@ class Zygote:
             pass  # the command leaves no room for it
 
     def _ours(self, more: list[int]) -> list[int]:
-        own = [number for each in self._running for number in (each.ended, each.control.fileno())]
-        return [self._client.fileno(), *own, *more]
+        own = [self._client.fileno(), *more]
+        for each in self._running:
+            own += [each.ended, each.control.fileno(), *([each.answer] if each.answer >= 0 else [])]
+        return own
 
     def _reap(self, sandbox: Sandbox) -> None:
         """Note that a sandbox has ended, once nothing is left of it."""
@@ -222,19 +222,16 @@ class Zygote:
         if code < 0:
             self._kill()  # the first process was killed: wait for the others, which end with it
         elif sandbox in self._running:
-            self._forget(sandbox, code)
+            self._forget(sandbox)
 
-    def _forget(self, sandbox: Sandbox, code: int) -> None:
+    def _forget(self, sandbox: Sandbox) -> None:
         self._running.remove(sandbox)
         if self._next is not None and self._next[0] is sandbox:
             self._next = None
         os.close(sandbox.ended)
         sandbox.control.close()
-        code = code if code >= 0 else 128 - code
-        try:
-            self._client.send(struct.pack("=Ii", sandbox.number, code))
-        except OSError:
-            pass  # the client has died
+        if sandbox.answer >= 0:
+            os.close(sandbox.answer)
 
     def _kill(self) -> None:
         """Kill everything, and wait until nothing is left."""
@@ -249,7 +246,7 @@ class Zygote:
             except ChildProcessError:
                 break
         for each in tuple(self._running):
-            self._forget(each, -SIGKILL)
+            self._forget(each)
 
 
 def serve(has_root: bool, cgroup_files: list[str]) -> NoReturn:
@@ -545,7 +542,7 @@ def _drop_rights(rules: bytes) -> None:
 # Mounts
 
 
-def _open_workspace(overlay: tuple[str, str] | None, root: str) -> int:
+def _open_workspace(overlay: tuple[str, str, bool] | None, root: str) -> int:
     """Open a mount of the workspace, or of an overlay of it, that is not attached anywhere.
 
     Args:
@@ -553,15 +550,18 @@ def _open_workspace(overlay: tuple[str, str] | None, root: str) -> int:
     """
     if overlay is None:
         return _open_tree(root, 0)
-    place, options = overlay
+    place, options, is_staged = overlay
+    lowest = os.open(root, os.O_PATH | os.O_DIRECTORY)
     context = libc.syscall(SYS_FSOPEN, b"overlay", FSOPEN_CLOEXEC)
-    _check(context, "fsopen")
     try:
+        _check(context, "fsopen")
         os.chdir(place)  # the options name directories in there
-        for option in options.split(","):
+        # Without colons or commas, whatever the workspace is called.
+        lower = f"{'staged:' if is_staged else ''}/proc/self/fd/{lowest}"
+        for option in (f"lowerdir={lower}", *options.split(",")):
             name, _, value = option.partition("=")
             kind = FSCONFIG_SET_STRING if value else FSCONFIG_SET_FLAG
-            text = os.fsencode(value) if value else None
+            text = value.encode() if value else None
             result = libc.syscall(SYS_FSCONFIG, context, kind, name.encode(), text, 0)
             _check(result, f"overlay {name}")
         result = libc.syscall(SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, None, None, 0)
@@ -571,7 +571,9 @@ def _open_workspace(overlay: tuple[str, str] | None, root: str) -> int:
         return int(mounted)
     finally:
         os.chdir("/")
-        os.close(context)
+        os.close(lowest)
+        if context >= 0:
+            os.close(context)
 
 
 def _open_tree(path: str, flags: int) -> int:

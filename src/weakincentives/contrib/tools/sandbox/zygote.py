@@ -11,6 +11,7 @@ import contextlib
 import errno
 import marshal
 import os
+import select
 import signal
 import socket
 import struct
@@ -48,7 +49,6 @@ class Zygote:
         is_root = os.geteuid() == 0
         # In a mount namespace of its own it does not see what is mounted later.
         self._generation = None if is_root else mount_generation()
-        self._number = 0
         with contextlib.ExitStack() as at_end:
             self.cgroup_files = at_end.enter_context(cgroup(limits))
             self.socket, its = socket.socketpair()
@@ -93,21 +93,13 @@ class Zygote:
 
     def start(self, static: bytes, plan: bytes, descriptors: Sequence[int]) -> int:
         """Start the command of a plan; return its process, or raise OSError."""
-        self._number += 1
         head = struct.pack("=II", len(static), len(plan))
         socket.send_fds(self.socket, [head], descriptors)
         self.socket.sendall(static + plan)
-        return self.number()
-
-    def number(self, flags: int = 0) -> int:
-        """Return the next number that it sends for its last command."""
-        while True:
-            data = self.socket.recv(8, flags)
-            if len(data) < 8:
-                raise BrokenPipeError(errno.EPIPE, "the launcher of commands has ended")
-            command, value = struct.unpack("=Ii", data)
-            if command == self._number:
-                return int(value)
+        answer = self.socket.recv(4)
+        if len(answer) < 4:
+            raise BrokenPipeError(errno.EPIPE, "the launcher of commands has ended")
+        return int(struct.unpack("=i", answer)[0])
 
     def close(self) -> None:
         """End it, and remove its cgroup."""
@@ -219,7 +211,8 @@ class Launched:
         self._zygotes = zygotes
         self._zygote: Zygote | None = zygote
         self._answer = answer
-        """Process 1 of the sandbox writes the exit code when all others have ended."""
+        """Process 1 of the sandbox writes the exit code when all others have ended. It ends when
+        the namespaces are gone."""
         self._killed = False
         self.pid = pid
         self.streams = stdout, stderr
@@ -235,23 +228,13 @@ class Launched:
 
     def poll(self) -> int | None:
         """Return the exit code if nothing is left of the command."""
-        if self.returncode is None and self._zygote is not None:
+        if self.returncode is None:
             data = self._answer.read(4)
             if data:
                 [self.returncode] = struct.unpack("=i", data)
-            elif data is not None:  # process 1 has been killed
-                with contextlib.suppress(BlockingIOError):
-                    self._wait(socket.MSG_DONTWAIT)
-        return self.returncode
-
-    def _wait(self, flags: int = 0) -> None:
-        if self.returncode is None and self._zygote is not None:
-            try:
-                self.returncode = self._zygote.number(flags)
-            except BlockingIOError:
-                raise
-            except OSError:  # somebody has killed the zygote, and so the command
+            elif data is not None:  # process 1 or the zygote was killed, and so the command
                 self._killed, self.returncode = True, 128 + signal.SIGKILL
+        return self.returncode
 
     def kill(self) -> None:
         """Kill the command and everything that it started."""
@@ -263,8 +246,9 @@ class Launched:
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
         self.kill()
-        self._wait()
-        for stream in (*self.streams, self._answer):
+        while self.poll() is None:
+            select.select([self._answer], [], [])
+        for stream in self.streams:
             stream.close()
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
@@ -273,6 +257,12 @@ class Launched:
                 zygote.close()
             else:
                 self._zygotes.take_back(zygote)
+
+    def released(self) -> bool:
+        with self._answer:
+            if self._killed:
+                return False
+            return bool(select.select([self._answer], [], [], GRACE)[0])
 
 
 def _file_of(data: bytes) -> int:
