@@ -22,6 +22,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -489,7 +490,7 @@ class Overlay:
         """Open a layer, if it exists, until all are discarded."""
         if not place.exists():
             return None
-        self._trees.append(Tree(place))
+        self._trees.append(Tree(place, resolved=True))
         return self._trees[-1]
 
 
@@ -644,8 +645,9 @@ class _Reader:
         """The handle of each file that had several names before, by inode in the upper layer."""
         self._settled: set[int] = set()
         """The inodes of those whose content has its steps."""
-        self._pending: list[tuple[Parts, bool, Entry | None]] = []
-        """Paths to read, with whether the lower layer shows through; directories to leave."""
+        self._pending: list[tuple[Parts, bool, os.stat_result | Entry]] = []
+        """Paths to read with their status, and directories to leave with what they are; whether
+        the lower layer shows through."""
 
     def read(self) -> list[Step]:
         for name, status in () if self._index is None else self._index.scan(()):
@@ -655,10 +657,10 @@ class _Reader:
         # Not recursive: a command may nest directories deeper than Python's stack.
         while self._pending:
             parts, merged, own = self._pending.pop()
-            if own is not None:
+            if isinstance(own, Entry):
                 self._leave(parts, merged, own)
             else:
-                self._read_one(parts, merged)
+                self._read_one(parts, merged, own)
         return [*self._nameless(), *self._steps]
 
     def _lower(self, parts: Parts) -> Tree | None:
@@ -699,9 +701,9 @@ class _Reader:
         own = self._captured(self._upper, parts)
         assert own is not None
         self._pending.append((parts, merged, own._replace(mode=mode)))
-        for name in sorted(self._upper.names(parts), reverse=True):
+        for name, below in sorted(self._upper.scan(parts), key=itemgetter(0), reverse=True):
             if not name.startswith(TEMPORARY):  # the call's replaced files wait there
-                self._pending.append(((*parts, name), merged, None))
+                self._pending.append(((*parts, name), merged, below))
 
     def _leave(self, parts: Parts, merged: bool, own: Entry) -> None:
         if merged:
@@ -716,11 +718,9 @@ class _Reader:
                 return
         self._add(_attributes(parts, own))
 
-    def _read_one(self, parts: Parts, merged: bool) -> None:
+    def _read_one(self, parts: Parts, merged: bool, status: os.stat_result) -> None:
         tree = self._lower(parts) if merged else None
         below = None if tree is None else tree.status_if_reached(parts)
-        status = self._upper.status(parts)
-        assert status is not None
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFCHR and status.st_rdev == 0:  # a whiteout
             if below is not None:
@@ -738,28 +738,36 @@ class _Reader:
                 " devices, so all changes of the command are undone"
             )
         elif kind == stat.S_IFREG:
-            self._read_file(parts, tree, below)
+            self._read_file(parts, status, tree, below)
         elif tree is None or below is None or not self._is_same_link(parts, status, tree, below):
             self._move(parts, below)
 
-    def _read_file(self, parts: Parts, tree: Tree | None, below: os.stat_result | None) -> None:
+    def _read_file(
+        self, parts: Parts, status: os.stat_result, tree: Tree | None, below: os.stat_result | None
+    ) -> None:
+        if status.st_ino in self._handles:
+            own = self._captured(self._upper, parts)
+            assert own is not None
+            if self._is_linked(parts, own, below):
+                return
+        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
+        is_same = (
+            tree is not None
+            and below is not None
+            and status.st_nlink == 1
+            and stat.S_ISREG(below.st_mode)
+            and (status.st_size, status.st_mtime_ns) == (below.st_size, below.st_mtime_ns)
+            and self._has_same_bytes(parts, tree)
+        )
+        if tree is None or not is_same:
+            self._move(parts, below)
+            return
         own = self._captured(self._upper, parts)
         assert own is not None
-        if self._is_linked(parts, own, below):
-            return
-        if tree is None or own.links > 1 or not self._has_same_bytes(parts, own, tree, below):
-            self._move(parts, below)
-        elif not own.is_like(self._captured(tree, parts) or own):
+        if not own.is_like(self._captured(tree, parts) or own):
             self._add(_attributes(parts, own))
 
-    def _has_same_bytes(
-        self, parts: Parts, own: Entry, tree: Tree, below: os.stat_result | None
-    ) -> bool:
-        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
-        if below is None or not stat.S_ISREG(below.st_mode):
-            return False
-        if (own.size, own.mtime_ns) != (below.st_size, below.st_mtime_ns):
-            return False
+    def _has_same_bytes(self, parts: Parts, tree: Tree) -> bool:
         with Held(tree.open_file(parts)) as fd:
             return _holds(fd, self._upper, parts)
 
@@ -938,8 +946,10 @@ def _is_directory(status: os.stat_result | None) -> bool:
 def _scrub(path: str, prefix: str) -> None:
     """Remove the extended attributes that only the overlay needed."""
     names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(prefix)]
+    if not names:
+        return
     mode = os.lstat(path).st_mode
-    locked = bool(names) and os.geteuid() != 0 and not mode & 0o200
+    locked = os.geteuid() != 0 and not mode & 0o200
     if locked:
         os.chmod(path, mode | 0o200)
     for name in names:

@@ -75,9 +75,9 @@ class Tree:
     :meth:`resolve` finds the one that is.
     """
 
-    def __init__(self, root: Path, *, openat2: bool = True) -> None:
-        self.path = Path(os.path.realpath(root))
-        named = Path(os.path.abspath(root))
+    def __init__(self, root: Path, *, openat2: bool = True, resolved: bool = False) -> None:
+        self.path = root if resolved else Path(os.path.realpath(root))
+        named = root if resolved else Path(os.path.abspath(root))
         self.spellings = tuple(dict.fromkeys((self.path.parts[1:], named.parts[1:])))
         """The paths of the root: as the system names it, and as the caller did."""
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
@@ -305,14 +305,20 @@ def _open_name(above: int, name: str, flags: int | None) -> int:
         return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
 
 
-def files_below(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of every file below a directory; what vanishes or is not readable is
-    skipped.
+def everything_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of everything below a directory, named as the system does; what vanishes
+    or is not readable is skipped.
     """
-    with contextlib.closing(Tree(folder)) as tree:
-        for _, status in tree.walk((), lenient=True):
-            if not stat.S_ISDIR(status.st_mode):
+    with contextlib.closing(Tree(folder, resolved=True)) as tree:
+        for parts, status in tree.walk((), lenient=True):
+            if parts:
                 yield status
+
+
+def files_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of every file below a directory, as :func:`everything_below` does."""
+    below = everything_below(Path(os.path.realpath(folder)))
+    return (status for status in below if not stat.S_ISDIR(status.st_mode))
 
 
 def remove_directory(above: int, name: str) -> None:
