@@ -214,15 +214,15 @@ class SystemFiles:
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
         """Return the mounts of the workspace, and of its protected parts."""
         root, nothing = str(command.workspace), str(self.nothing)
-        return [
-            mount
-            for place in command.project.places
-            for mount in (
+        mounts: list[Mount] = []
+        for place in command.project.places:
+            own: list[Mount] = [
                 ("write", root, place),
                 *(("read", f"{root}/{path}", f"{place}/{path}") for path in command.read_only),
                 *(("read", nothing, f"{place}/{path}") for path in command.hidden),
-            )
-        ]
+            ]
+            mounts += own
+        return mounts
 
     def around(self, command: SandboxedCommand) -> list[Mount]:
         """Return the mounts of what the project needs outside of the workspace."""

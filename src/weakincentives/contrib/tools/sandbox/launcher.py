@@ -10,7 +10,6 @@ It imports only small modules. It runs one command at a time; its client is ``zy
 
 from __future__ import annotations
 
-import _signal
 import _socket
 import ctypes
 import gc
@@ -40,7 +39,7 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x4_0000
 MNT_DETACH = 2
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 428, 429, 430, 431, 432
-SYS_MOUNT_SETATTR = 442
+SYS_MOUNT_SETATTR, SYS_PIDFD_SEND_SIGNAL = 442, 424
 OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC = 1, 4, 1, 1
 FSCONFIG_SET_FLAG, FSCONFIG_SET_STRING, FSCONFIG_CMD_CREATE = 0, 1, 6
 MSG_CMSG_CLOEXEC = 0x4000_0000
@@ -66,6 +65,16 @@ HIDDEN = (
 AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP = 2, 2, 0x8914, 1
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Ignored:
+    """Goes on after an error of the system; ``contextlib`` would load a dozen modules."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        return isinstance(error, OSError)
 
 
 # The zygote
@@ -95,6 +104,15 @@ class Sandbox:
             _prepare(_socket.socket(fileno=its.detach()), static, zygote)
         its.close()
         self.ended = os.pidfd_open(self.first)
+        self._process_1: int | None = None
+
+    @property
+    def process_1(self) -> int:
+        """Process 1 of its namespace; 0 if there is none."""
+        if self._process_1 is None:
+            head = _read(self.control, 4)
+            self._process_1 = struct.unpack("=i", head)[0] if len(head) == 4 else 0
+        return self._process_1
 
     def is_for(self, static: bytes) -> bool:
         """Tell whether it is what a command needs, and shows the system as it is now."""
@@ -104,14 +122,11 @@ class Sandbox:
     def start(self, given: list[int], fields: dict[str, Any]) -> int:
         """Start its command; return the process."""
         self.answer = given[3]
-        head = _read(self.control, 4)
-        if len(head) < 4:
-            return self.first  # it has been killed
-        [pid] = struct.unpack("=i", head)
-        if not pid:  # the rest says why
-            said = f"The sandbox could not be set up: {os.fsdecode(self.control.recv(4096))}\n"
-            os.write(given[2], said.encode(errors="replace"))
-            os.write(given[3], struct.pack("=i", FAILED))
+        if not self.process_1:
+            why = self.control.recv(4096)
+            if why:  # else it has been killed
+                os.write(given[2], b"The sandbox could not be set up: " + why + b"\n")
+                os.write(given[3], struct.pack("=i", FAILED))
             return self.first
         opened: list[int] = []
         try:
@@ -123,16 +138,16 @@ class Sandbox:
         except OSError as error:
             _report(given[2], error)
             os.write(given[3], struct.pack("=i", FAILED))
+            self.kill()
         finally:
             for descriptor in opened:
                 os.close(descriptor)
-        return int(pid)
+        return self.process_1
 
     def kill(self) -> None:
-        try:
-            _signal.pidfd_send_signal(self.ended, SIGKILL)
-        except ProcessLookupError:
-            pass  # it is reaped
+        """Kill it, unless it has ended."""
+        with Ignored():
+            _check(libc.syscall(SYS_PIDFD_SEND_SIGNAL, self.ended, SIGKILL, None, 0), "kill")
 
 
 class Zygote:
@@ -149,10 +164,8 @@ class Zygote:
 
     def serve(self) -> None:
         """Serve until the client no longer does; then kill everything."""
-        try:
+        with Ignored():  # the client has died
             self._serve()
-        except OSError:
-            pass  # the client has died
         self._kill()
 
     def _serve(self) -> None:
@@ -205,10 +218,8 @@ class Zygote:
     def _arm(self, static: bytes) -> None:
         """Arm the next sandbox, now that it does not keep the command from being started."""
         self._next = None
-        try:
+        with Ignored():  # the command leaves no room for it
             self._armed = Sandbox(static, self._ours([]))
-        except OSError:
-            pass  # the command leaves no room for it
 
     def _ours(self, more: list[int]) -> list[int]:
         own = [self._client.fileno(), *more]
@@ -219,10 +230,11 @@ class Zygote:
     def _reap(self, sandbox: Sandbox) -> None:
         """Note that a sandbox has ended, once nothing is left of it."""
         code = os.waitstatus_to_exitcode(os.waitpid(sandbox.first, 0)[1])
-        if code < 0:
-            self._kill()  # the first process was killed: wait for the others, which end with it
-        elif sandbox in self._running:
-            self._forget(sandbox)
+        if code < 0 and sandbox.process_1:
+            # The first process was killed. Process 1 ends with it, and all others with that.
+            with Ignored():
+                os.waitpid(sandbox.process_1, 0)
+        self._forget(sandbox)
 
     def _forget(self, sandbox: Sandbox) -> None:
         self._running.remove(sandbox)
@@ -389,10 +401,8 @@ def main(
         code = FAILED
     for descriptor in given[4:]:
         os.close(descriptor)
-    try:
+    with Ignored():  # the client has died
         os.write(given[3], struct.pack("=i", code))
-    except OSError:
-        pass  # the client has died
     os._exit(code)
 
 
@@ -456,10 +466,8 @@ def _run(fields: dict[str, Any], given: list[int], control: _socket.socket) -> i
     for descriptor in given[:3]:
         os.close(descriptor)
     code = _exit_code(command)
-    try:
+    with Ignored():  # there are none
         os.kill(-1, SIGKILL)
-    except ProcessLookupError:
-        pass
     while True:
         try:
             os.wait()
@@ -502,9 +510,7 @@ def _spawn(path: bytes, argv: list[bytes], env: list[bytes], streams: list[int])
     process = ctypes.c_int()
     words = (ctypes.c_char_p * (len(argv) + 1))(*argv)
     variables = (ctypes.c_char_p * (len(env) + 1))(*env)
-    problem = libc.posix_spawn(
-        ctypes.byref(process), path, actions, attributes, words, variables
-    )
+    problem = libc.posix_spawn(ctypes.byref(process), path, actions, attributes, words, variables)
     if problem:
         raise OSError(problem, os.strerror(problem))
     return process.value

@@ -229,11 +229,12 @@ class Launched:
     def poll(self) -> int | None:
         """Return the exit code if nothing is left of the command."""
         if self.returncode is None:
-            data = self._answer.read(4)
-            if data:
-                [self.returncode] = struct.unpack("=i", data)
-            elif data is not None:  # process 1 or the zygote was killed, and so the command
-                self._killed, self.returncode = True, 128 + signal.SIGKILL
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._answer.fileno(), 4)
+                if data:
+                    [self.returncode] = struct.unpack("=i", data)
+                else:  # process 1 or the zygote was killed, and so the command
+                    self._killed, self.returncode = True, 128 + signal.SIGKILL
         return self.returncode
 
     def kill(self) -> None:
