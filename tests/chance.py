@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
@@ -14,8 +15,8 @@ STRIDE = 1 if HEAVY else 4
 """For tests that go through system calls one by one: `make test` tries every fourth."""
 THOROUGH = bool(os.environ.get("WINK_THOROUGH"))
 """Whether this is `make torture`, which tries many more."""
-HAS_LIMIT = bool(os.environ.get("WINK_UNTIL"))
-"""Whether it is to end in time: `make torture SECONDS=…`."""
+LIMIT = float(os.environ.get("WINK_SECONDS") or 0)
+"""After how many seconds no more tests begin: `make torture SECONDS=…`; 0 is never."""
 
 
 def dice(*about: object) -> random.Random:
@@ -25,4 +26,10 @@ def dice(*about: object) -> random.Random:
 
 def is_time_left() -> bool:
     """Whether it may go on."""
-    return not HAS_LIMIT or time.time() < float(os.environ["WINK_UNTIL"])
+    return not LIMIT or time.monotonic() < _end()
+
+
+@functools.cache
+def _end() -> float:
+    """Return when the time is over: it begins with the first test, after all were collected."""
+    return time.monotonic() + LIMIT

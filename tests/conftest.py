@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, core, settings
 
-from chance import HAS_LIMIT, THOROUGH, dice, is_time_left
+from chance import LIMIT, THOROUGH, dice, is_time_left
 from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 from postgres import Postgres, started_postgres
 
@@ -26,7 +26,7 @@ for _number, _handler in (
 
 # Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
 os.umask(0o022)
-_SETTINGS = ("HEAVY", "INTEGRATION", "SEED", "TEST_SHOWN", "THOROUGH", "TORTURE", "UNTIL")
+_SETTINGS = ("HEAVY", "INTEGRATION", "SECONDS", "SEED", "TEST_SHOWN", "THOROUGH", "TORTURE")
 _OF_THE_STARTER = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE"),
     *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),  # an environment that is activated
@@ -40,7 +40,7 @@ for _name in list(os.environ):
 # tests say whether a change is sound; `make torture` tries new ones.
 EXAMPLES = {"make torture": 1000, "make test-all": 100, "make test": 30}
 _command = "make test-all" if os.environ.get("WINK_HEAVY") else "make test"
-if THOROUGH and not HAS_LIMIT:
+if THOROUGH and not LIMIT:
     _command = "make torture"
 settings.register_profile(
     "wink",

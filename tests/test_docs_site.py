@@ -35,6 +35,7 @@ PUBLIC = [
     "weakincentives.adapters",
     "weakincentives.budget",
     "weakincentives.clock",
+    "weakincentives.contrib.databases",
     "weakincentives.contrib.tools",
     "weakincentives.dbc",
     "weakincentives.deadlines",

@@ -122,7 +122,8 @@ def test_a_value_without_a_text_of_its_own_shows_no_bytes():
     text = ToolResult.ok(Plain("Sea", Media(PNG, name="sea.png"))).render()
 
     assert text == (
-        '{"title": "Sea", "image": {"data": "", "media_type": "image/png", "name": "sea.png"}}'
+        '{"title": "Sea", "image": {"data": "", "media_type": "image/png", "name": "sea.png", '
+        '"uri": ""}}'
     )
 
 

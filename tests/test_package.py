@@ -214,7 +214,7 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, 
     wink = tmp_path / "empty" / "bin" / "wink"
     refused = subprocess.run([wink, "demo"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert refused.stderr == "wink: typer is missing; run: pip install 'wink-runtime[cli]'\n"
+    assert refused.stderr == f"wink: typer is not installed; run: pip install '{wheel}[cli]'\n"
 
     subprocess.run([*install, f"{wheel}[cli]"], check=True)
     helped = subprocess.run([wink, "--help"], capture_output=True, text=True, check=False)
@@ -237,14 +237,15 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, 
             capture_output=True, text=True, check=False, cwd=tmp_path,
         )  # fmt: skip
 
-    answer = debugged("query", "select run, count(*) from calls group by run", "--format", "csv")
+    answer = debugged("query", "select run, count(*) from calls group by run", "--csv")
     run = answer.stdout.splitlines()[1].partition(",")[0]
     exported = debugged("export", run, "-o", "run.html")
     assert (exported.returncode, exported.stderr) == (0, "")
     assert 'id="wink-data"' in (tmp_path / "run.html").read_text()
-    refused = debugged("debug", "--no-open")
-    assert refused.stderr == (
-        "wink: starlette is not installed: run `pip install 'wink-runtime[debug]'`\n"
+    refused = debugged("worker")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"wink: dbos is not installed; run: pip install '{wheel}[durable]'\n",
     )
 
 

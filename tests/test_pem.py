@@ -144,6 +144,21 @@ def test_a_key_without_lines_is_known_by_its_start():
         assert len(done) < 60
 
 
+@pytest.mark.parametrize("indent", ["", "    "])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_key_encoded_once_more_is_hidden_with_all_its_lines(indent: str, escaped: bool):
+    encoded = base64.encodebytes(KEYS["RSA"].encode()).decode()
+    lines = [indent + line for line in encoded.splitlines()]
+    text = "\n".join(["tls.key: |", *lines, "done = 1", ""])
+
+    done = without_secrets(json.dumps(text) if escaped else text)
+
+    assert not any(line[at : at + 16] in done for line in lines for at in range(len(line) - 16))
+    assert "done = 1" in done
+    certificate = base64.encodebytes(b"-----BEGIN CERTIFICATE-----\n" + DATA).decode()
+    assert without_secrets(certificate) == certificate
+
+
 @pytest.mark.parametrize("spelled", [quote, quote_plus])
 def test_a_whole_key_is_hidden_in_an_address(spelled):
     for key in KEYS.values():

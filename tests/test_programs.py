@@ -6,6 +6,7 @@ import ast
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rpds
 
+from installed import Installed
 from weakincentives import __version__
 from weakincentives.errors import FilesystemError, McpServerError, ResourceError
 from weakincentives.filesystem import HostFilesystem
@@ -23,8 +26,10 @@ from weakincentives.programs import (
     agents_can_write,
     find_program,
     missing_program,
+    open_link,
     safe_environment,
     safe_path,
+    script_in_reach,
 )
 from weakincentives.state import python
 
@@ -421,6 +426,55 @@ def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path, tmp_
     assert not was_run(workspace)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("timeout 9 python3 WORK/server.py", "python3 WORK", "python3 -m runpy WORK/server.py"),
+        *("node WORK/pkg", "node -r WORK/pkg /x.js", "node --import file://WORK/x.mjs /x.js"),
+        *("uv run WORK/server.py", "uv run --with WORK x", "uvx WORK", "uvx --from file://WORK x"),
+        *(
+            "uvx --from 'pkg @ file://WORK' x",
+            "npx WORK/pkg",
+            "npx -y tsx WORK/x.ts",
+            "npx -p WORK x",
+        ),
+        *("mcp run WORK/server.py:app", "uvicorn --app-dir WORK server:app", "perl -IWORK /x.pl"),
+        *(
+            "java -jar WORK/x.jar",
+            "java -cp WORK Main",
+            "cargo run --manifest-path WORK/Cargo.toml",
+        ),
+        *("go run WORK", "make -f WORK/Makefile", "docker compose -f WORK/compose.yml up"),
+        *("sh -c 'exec python3 WORK/server.py'", "bash -lc 'cd WORK && exec ./server.py'"),
+        *("yarn --cwd WORK start", "pipx run --spec WORK x"),
+    ],
+)
+def test_nor_is_what_an_agent_can_write_run_in_other_ways(workspace: Path, command: str):
+    for name in ("server.py", "x.mjs", "x.ts", "x.jar", "Cargo.toml", "Makefile", "compose.yml"):
+        plant(workspace / name).chmod(0o644)
+    plant(workspace / "pkg/index.js")
+    program, *arguments = shlex.split(command.replace("WORK", str(workspace)))
+
+    assert "agents can write to" in (script_in_reach(f"/usr/bin/{program}", arguments, "/") or "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("npx -y @modelcontextprotocol/server-filesystem WORK", "npx -y -p pkg tool WORK"),
+        *("uvx mcp-server-git --repository WORK", "uvx --from pkg serve WORK"),
+        *("python3 -m mcp_server_git --repository WORK", "node /x.js WORK", "server WORK"),
+        *("sqlite-server --db WORK/data.db", "docker run -v WORK:/data image"),
+        "sh -c 'exec server --root WORK'",
+    ],
+)
+def test_a_server_may_work_on_a_workspace(workspace: Path, command: str):
+    (workspace / "data.db").touch()
+    program, *arguments = shlex.split(command.replace("WORK", str(workspace)))
+
+    assert script_in_reach(f"/usr/bin/{program}", arguments, "/") is None
+
+
 def test_a_planted_module_is_not_the_mcp_server(
     workspace: Path, active: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -446,22 +500,35 @@ def test_the_browser_is_not_a_planted_one(workspace: Path, active: Path):
         Browser(executable=str(planted)).is_available()
 
 
-def test_the_page_of_the_debugger_is_not_opened_by_a_planted_program(
-    workspace: Path, active: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def sign_in(link: str) -> bool:
+    pytest.importorskip("mcp")
+    from weakincentives.mcp.oauth import open_in_browser
+
+    open_in_browser(link)
+    return True
+
+
+@pytest.mark.parametrize("opens", [open_link, sign_in])
+def test_a_page_is_not_opened_by_a_planted_program(
+    workspace: Path,
+    active: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opens: Callable[[str], bool],
 ):
     """What the desktop calls a browser is looked up in ``PATH``."""
-    from weakincentives.cli.debug import open_link
-
     for name in ("xdg-open", "x-www-browser", "firefox", "chromium", "google-chrome", "w3m"):
         plant(active / name)
     link = tmp_path / "opened"
-    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >{link}\n')
+    browser = plant(tmp_path / "bin/browser", f'#!/bin/sh\necho "$1" >>{link}\n')
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setenv("BROWSER", f"{active}/firefox")
-    open_link("http://127.0.0.1:1/")
+    opens("http://127.0.0.1:1/")
     monkeypatch.setenv("BROWSER", str(browser))
 
-    assert open_link("http://127.0.0.1:1/")
+    assert opens("http://127.0.0.1:1/")
+    for other in ("file:///etc/passwd", "ms-settings:x", "--help", "javascript:alert(1)"):
+        opens(other)  # a server of others may say where to sign in
     assert link.read_text() == "http://127.0.0.1:1/\n"
     assert not was_run(workspace)
 
@@ -484,6 +551,29 @@ def test_runs_that_we_start_load_no_planted_module(workspace: Path):
     assert done.stdout == f"wink {__version__}\n"
 
 
+def test_a_planted_module_does_not_stand_in_for_one_that_is_not_installed(tmp_path: Path):
+    """The project is installed beside us to be edited: its sources are on the path."""
+    ours = Installed(tmp_path)
+    (ours.packages / "others.pth").unlink()
+    for each in Path(rpds.__file__).parent.parent.iterdir():
+        if not each.name.startswith(("starlette", "__pycache__")) and each.suffix != ".pth":
+            (ours.packages / each.name).symlink_to(each)
+    (ours.packages / "project.pth").write_text(f"{ours.root}/src\n")
+    plant(ours.root / "src/starlette.py", f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
+    with HostFilesystem(ours.root):
+        pass
+
+    done = subprocess.run(
+        [ours.environment / "bin/python", "-m", "weakincentives.cli", "debug", "--no-open"],
+        cwd=ours.root,
+        capture_output=True,
+        text=True,
+    )
+
+    assert "starlette is not installed" in done.stderr
+    assert not (tmp_path / "was-run").exists()
+
+
 # Review habit
 
 
@@ -501,6 +591,7 @@ _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subproc
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
     "cli/hook.py": {"shutil.which"},  # the same
+    "cli/setup.py": {"shutil.which"},  # puts manual pages beside it
     "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }
 

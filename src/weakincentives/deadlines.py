@@ -58,6 +58,14 @@ class Deadline:
             raise DeadlineExceededError(f"The deadline passed {late:.3f} s ago")
 
 
+def check_deadline(deadline: object) -> None:
+    """Refuse a number of seconds where a Deadline is expected."""
+    if deadline is not None and not hasattr(deadline, "remaining"):
+        raise TypeError(
+            f"a deadline is a Deadline, got {deadline!r}: write Deadline.after(seconds)"
+        )
+
+
 @dataclass(slots=True)
 class Heartbeat:
     """Stores the last sign of life; ``on_beat`` may extend a lease."""

@@ -18,6 +18,7 @@ WinkError
 │   ├── InvalidArguments
 │   ├── PolicyDenied
 │   └── OutcomeOnRecord                it reaches outside, and is on record already
+├── ProtocolError                    the request itself fails in the caller's protocol
 ├── ToolTimeout                      the handler exceeded the tool's timeout
 ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
 ├── ParseError                       data does not fit a type (also a ValueError)
@@ -83,6 +84,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 
@@ -195,6 +197,19 @@ class OutcomeOnRecord(Refusal):
     """A call that reaches outside does not run twice under one id; ``code`` says how it ended."""
 
 
+class ProtocolError(WinkError):
+    """Raise it in a handler: the call is undone, and its caller's protocol reports an error.
+
+    Over MCP that is a JSON-RPC error with this code and data, instead of a result. Anywhere else it
+    is a failed call like any other.
+    """
+
+    def __init__(self, message: str, *, code: int, data: object = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.data = data
+
+
 class ToolTimeout(WinkError):
     """The handler exceeded the tool's timeout."""
 
@@ -299,7 +314,27 @@ class MissingExtra(WinkError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
-        super().__init__(f"{package} is not installed: run `pip install 'wink-runtime[{extra}]'`")
+        super().__init__(f"{package} is not installed; run: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the clone or file that this came from."""
+    import json
+    import shlex
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    source = "wink-runtime"
+    note: dict[str, Any] = {}
+    with suppress(PackageNotFoundError, ValueError):
+        note = json.loads(distribution(source).read_text("direct_url.json") or "{}")
+    url = str(note.get("url", ""))
+    if url.startswith("file://"):
+        from urllib.parse import unquote, urlsplit
+
+        about: dict[str, Any] = note.get("dir_info", {})
+        editable = "--editable " if about.get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    return f"pip install '{source}[{extra}]'"
 
 
 class QueryError(WinkError):

@@ -6,13 +6,14 @@ that calls change in place has an ``ObjectGate``; what may hold several of those
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from weakincentives import locks
+from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import ViewClosed, WinkError, WorkspaceLocked
@@ -27,6 +29,7 @@ from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from types import FrameType
 
 __all__ = [
     "Gate",
@@ -41,6 +44,8 @@ __all__ = [
 
 _logger = get_logger(__name__)
 
+_SOON = 0.25
+"""Seconds after which a thread that waits looks whether the call inside waits for it."""
 _LOOK_SECONDS = 10.0
 """How long to wait before looking again without being woken."""
 
@@ -256,7 +261,12 @@ class Gate:
             if not self.locked():
                 self.wake_next()
             patience = ticket.patience()
-            if not ticket.signal.wait(patience) and patience == _LOOK_SECONDS:
+            soon = min(patience, _SOON)
+            if ticket.signal.wait(soon):
+                pass
+            elif (deadlock := _deadlock(self)) is not None:
+                raise RuntimeError(deadlock)
+            elif not ticket.signal.wait(patience - soon) and patience == _LOOK_SECONDS:
                 _logger.warning(
                     "still waiting for another call on the same %s to end; if that call waits "
                     "for this one, pass its context on: tool(params, context=context)",
@@ -279,6 +289,47 @@ class Gate:
             f"another call is under way on this {self.subject_name}, and waiting for it here would "
             "stop the event loop it needs: await aexecute_tool(...) or tool.acall(...) instead"
         )
+
+
+def _deadlock(gate: Gate) -> str | None:
+    """Return what is wrong if the call inside a gate waits for the thread that is running here."""
+    me, mine = threading.current_thread(), inspect.currentframe()
+    waits, futures = {threading.Thread.join.__code__}, list[object]()
+    pools: Any = sys.modules.get("concurrent.futures.thread")
+    if pools is not None:
+        waits.add(sys.modules["concurrent.futures"].Future.result.__code__)
+        run = pools._WorkItem.run.__code__
+        futures = [each.f_locals["self"].future for each in _stack(mine) if each.f_code is run]
+    for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
+        if ident == me.ident:
+            continue
+        stack = list(_stack(frame))
+        waits_for = [each.f_locals.get("self") for each in stack if each.f_code in waits]
+        if any(each is me or each in futures for each in waits_for) and any(
+            each.f_locals.get("gate") is gate for each in stack
+        ):
+            outer, inner = _call_of(stack), _call_of(_stack(mine))
+            return (
+                f"{outer} waits for this thread, and {inner}, made here, waits for it to end: pass "
+                "on its context, as in tool(params, context=context)"
+            )
+    return None
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _call_of(stack: Iterable[FrameType]) -> str:
+    """Return the call that a stack is in, in words."""
+    for frame in stack:
+        found = frame.f_locals.get("transaction") or frame.f_locals.get("self")
+        call = getattr(found, "call", None) or getattr(found, "_call", None)
+        if isinstance(call, ToolCall):
+            return f"the call of tool {call.name!r}"
+    return "the call under way"
 
 
 class Ticket:

@@ -64,6 +64,8 @@ class Media:
     and MP3."""
     name: str = ""
     """The name of the file, if there is one."""
+    uri: str = ""
+    """Its address, if it has one: for MCP clients, which show it as an embedded resource."""
 
     def __post_init__(self) -> None:
         data = cast("object", self.data)

@@ -9,13 +9,14 @@ both filesystems, the memory and the event bus implement the contract; a resourc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from inspect import iscoroutinefunction, signature
+from typing import Any, Self, cast
 
 from weakincentives.errors import ReadOnlyView, ViewClosed
 from weakincentives.gate import Gate, ObjectGate, gate_of
 from weakincentives.logs import get_logger
 
-__all__ = ["Adapted", "Participant", "can_fork", "participant_for"]
+__all__ = ["Adapted", "Participant", "can_fork", "misfit", "participant_for"]
 
 _logger = get_logger(__name__)
 
@@ -27,6 +28,14 @@ class Participant:
     """Whether calls change the object itself, so that only one call at a time can use it."""
     journalled: bool = False
     """Whether merging and undoing take several steps that Ctrl-C must not interrupt."""
+    commits_last: bool = False
+    """Whether a merge is final: nothing that can fail may come after it."""
+    in_call_order: bool = False
+    """Whether the concurrent calls of a turn can use it only one after the other."""
+    lost_race: bool = False
+    """Whether another transaction kept this view from going on, so that its call can be re-run."""
+    patience: float = 30.0
+    """Seconds for which such a call is re-run."""
     read_only: str | None = None
     """Why changes to this view are refused; None when they are not."""
     _sealed: str | None = None
@@ -186,6 +195,36 @@ class Adapted(Participant):
         """Call an optional method of a resource that can fork."""
         method = None if self.in_place else getattr(self._resource, name, None)
         return None if method is None else method(*args)
+
+
+def misfit(resource: Any) -> str | None:
+    """Return what is missing for a resource to be rolled back, if it looks as if it should be."""
+    if isinstance(resource, (Participant, type)):
+        return None
+    cls = cast("type[Any]", type(resource))
+    names = ("snapshot", "restore", "fork", "merge")
+    found = {n: method for n in names if callable(method := getattr(cls, n, None))}
+    if ("snapshot" in found) != ("restore" in found):
+        has, lacks = ("snapshot", "restore") if "snapshot" in found else ("restore", "snapshot")
+        return f"it has {has}() but no {lacks}(): add it, or rename {has}()"
+    if "fork" in found and "merge" in found and "snapshot" not in found:
+        return "it has fork() and merge() but no snapshot() and restore(): add both"
+    if "fork" in found and "snapshot" in found and "merge" not in found:
+        return "it has fork() but no merge(): add it, or rename fork()"
+    if "snapshot" not in found:
+        return None
+    for name, method in found.items():
+        if iscoroutinefunction(method):
+            return f"{name}() must not be async"
+        given = (resource,) if name in ("snapshot", "fork") else (resource, object())
+        try:
+            signature(method).bind(*given)
+        except TypeError as error:
+            takes = "nothing" if len(given) == 1 else "one value"
+            return f"{name}() is called with {takes}: {error}"
+        except ValueError:  # a built-in without a signature
+            pass
+    return None
 
 
 def participant_for(resource: Any) -> Participant | None:

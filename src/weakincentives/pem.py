@@ -46,6 +46,12 @@ _START = re.compile(
     rf"(?:(?<![A-Za-z0-9+/_-])|(?<=\d-))(?P<secret>(?:MII{_B64}{{3}}IBA|MI[GH]{_B64}AgEA|M[A-Z]{_B64}CAQ[AE]"
     rf"|b3BlbnNzaC1rZXktdjE|LS0tLS1CRUdJTi(?!BDRVJU|BQVUJM)){_B64}{{24,}}={{0,2}})"
 )
+# The same with more lines: the header tells only the first.
+_ENCODED = re.compile(
+    rf"(?:(?<![A-Za-z0-9+/_-])|(?<=\\[nrt]))LS0tLS1CRUdJTi(?!BDRVJU|BQVUJM){_B64}{{46,}}"
+    rf"(?:{_LINE_END.pattern}[ \t]*{_B64}{{60,}})*={{0,2}}"
+    rf"(?:{_LINE_END.pattern}[ \t]*{_B64}+={{0,2}}(?=[ \t]*(?:[\r\n\"'\\]|\Z)))?"
+)
 _STARTS = ("IBA", "AgEA", "CAQ", "b3BlbnNz", "LS0tLS1CRUdJTi")
 _RUN = re.compile(
     rf"(?:(?<![A-Za-z0-9+/\\])|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{{4}})){_B64}{{{_PART},}}"
@@ -72,6 +78,8 @@ class PrivateKeys:
         """Return a text without the keys, and parts of keys, that can be told from their looks."""
         if _NEEDLE in text:
             text = self._without_blocks(text)
+        if "LS0tLS1CRUdJTi" in text:
+            text = _ENCODED.sub(lambda found: self._hide(found[0]), text)
         if any(each in text for each in _STARTS):
             text = _START.sub(self._without_start, text)
         if _NEEDLE in text or _LONG.search(text):

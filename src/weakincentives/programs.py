@@ -9,10 +9,12 @@ of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -22,6 +24,7 @@ from weakincentives.errors import StateUnavailable
 from weakincentives.logs import get_logger
 from weakincentives.state import (
     is_noted_writable,
+    module_path,
     note_writable,
     our_code,
     our_environment,
@@ -49,6 +52,8 @@ _CODE = re.compile(
 _logger = get_logger(__name__)
 _LASTS = 10.0
 """Seconds in which another process's new workspace may not be noticed."""
+_OPENS_WITHIN = 10.0
+"""Seconds; a browser that takes longer has opened the page, and stays in the foreground."""
 _writable: set[str] = set()
 _mounted: dict[tuple[int, int] | None, str] = {}
 """The same directories by what tells them from others, wherever they are mounted."""
@@ -138,6 +143,24 @@ def _is_safe(command: str) -> bool:
     return False
 
 
+def open_link(link: str) -> bool:
+    """Open the address of a page in the person's browser; return whether there is one.
+
+    Another process looks for it, since the standard library would take a planted one.
+    """
+    import subprocess
+
+    if not link.startswith(("https://", "http://")):  # other schemes start other programs
+        return False
+    program = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
+    argv = [sys.executable, "-I", "-c", program, link]
+    opened = subprocess.Popen(argv, cwd="/", env=safe_environment(), stderr=subprocess.DEVNULL)
+    try:
+        return opened.wait(_OPENS_WITHIN) == 0
+    except subprocess.TimeoutExpired:
+        return True
+
+
 def reach_of_agents(path: str, *, ours: bool = True) -> str | None:
     """Return why an agent may have written what is at an absolute path, or None if it cannot.
 
@@ -153,6 +176,16 @@ def reach_of_agents(path: str, *, ours: bool = True) -> str | None:
     return None
 
 
+def drop_planted_modules() -> None:
+    """Look for modules only where no agent can have written any: see ``state.module_path``.
+
+    An editable install puts a project's directory on the path, and so does ``PYTHONPATH``. A module
+    there would be loaded in place of one that is not installed.
+    """
+    module_path()  # as it was
+    sys.path[:] = [each for each in sys.path if reach_of_agents(os.path.abspath(each)) is None]
+
+
 def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
     """Return why not to run what a program gets as arguments: a script, a program, a project.
 
@@ -162,16 +195,24 @@ def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> s
     name = os.path.basename(program)
     if name in _RUNNERS and (why := reach_of_agents(directory)):
         return f"{name} first looks for code in {directory}, and {why}. Start it elsewhere: cwd=..."
-    is_interpreter = _INTERPRETERS.fullmatch(name)
+    is_interpreter = _INTERPRETERS.fullmatch(name) is not None
+    is_to_come = is_interpreter or name in _RUNNERS
     for option, argument in zip(["", *arguments], arguments, strict=False):
-        key, _, value = argument.rpartition("=")
-        path = os.path.join(directory, value)
-        is_code = os.path.isfile(path) and (is_interpreter or os.access(path, os.X_OK))
-        is_project = os.path.isdir(path) and {key, option} & _OF_PROJECTS
-        if (is_code or is_project) and (why := reach_of_agents(path)):
-            return f"{path} is not run: {why}. Move it elsewhere"
-        if argument in ("-c", "-m") or (is_code and not option.startswith("-")):
-            is_interpreter = None  # what follows is for the script, or for the module
+        is_said = is_interpreter and re.fullmatch("-[a-z]*c", option)
+        for before, text in _paths_said(argument) if is_said else _paths_in(option, argument):
+            path = os.path.join(directory, text)
+            if os.path.isdir(path):
+                is_ours = before in (_OPTIONS if is_to_come else _OF_PROJECTS)
+                is_run = is_ours or (is_to_come and before == "")
+            else:
+                is_code = is_to_come or _CODE_FILE(path) or os.access(path, os.X_OK)
+                is_run = os.path.isfile(path) and is_code
+            if text and is_run and (why := reach_of_agents(path)):
+                return f"{path} is not run: {why}. Move it elsewhere"
+        if is_said or argument == "-m":
+            is_interpreter = is_to_come = False  # what follows is for the code, or for the module
+        elif not argument.startswith("-") and option not in _OPTIONS and argument != "run":
+            is_to_come = False  # what follows is for the script, or for the package
     return None
 
 
@@ -181,8 +222,46 @@ _RUNNERS = {
     *("pnpx", "poetry", "rye", "uv", "uvx", "yarn"),
 }
 """Programs that run what the directory they are started in has or says."""
-_OF_PROJECTS = {"--directory", "--project", "--from", "--with-editable", "--prefix", "-C"}
+_OF_PROJECTS = {
+    *("--directory", "--project", "--from", "--with-editable", "--prefix", "-C", "cd"),
+    *("--app-dir", "--chdir", "--class-path", "-classpath", "-cp"),
+}
 """Options of uv, npm, Poetry and others with a project whose code they run."""
+_OPTIONS = _OF_PROJECTS | {
+    *("--cwd", "--dir", "--import", "--loader", "--manifest-path", "--package", "--python"),
+    *("--require", "--spec", "--with", "--with-requirements", "-I", "-W", "-X", "-p", "-r"),
+}
+"""Options of interpreters and runners with a value, which may be code."""
+_CODE_FILE = re.compile(
+    r".*\.([cm]?[jt]sx?|pyw?|pyz|rb|pl|php|lua|[a-z]*sh|jar|go|rs|kts|jl|whl|dll|wasm)"
+    r"|.*/(Makefile|Cargo\.toml|pyproject\.toml|package\.json|(docker-)?compose\.ya?ml)",
+    re.IGNORECASE,
+).fullmatch
+_NAMED = re.compile(
+    r"(?:(?P<option>--?[\w-]+)=|(?P<short>-\w)(?=/)|[^/]*@\s*)?(?P<rest>.*)", re.DOTALL
+)
+_PATH = re.compile(r"(?:file:(?://)?)?(?P<path>[^:]*)(?::[\w.]+)?", re.DOTALL)
+
+
+def _paths_in(option: str, argument: str) -> Iterator[tuple[str, str]]:
+    """Yield what may be a path in an argument, with the option it is for; "" without one.
+
+    So can ``--option=path``, ``-Ipath``, ``name @ file://path`` and ``path:app`` be.
+    """
+    if option.startswith("-") and option in _OPTIONS:
+        yield option, argument
+    named = _NAMED.fullmatch(argument)
+    if named is not None:
+        option = named["option"] or named["short"] or (option if option in _OPTIONS else "")
+        yield option, named["rest"]
+        if path := _PATH.fullmatch(named["rest"]):
+            yield option, path["path"]
+
+
+def _paths_said(commands: str) -> Iterator[tuple[str, str]]:
+    """Yield the words of a text for a shell, each with the one before it."""
+    words = ["-", *re.split(r"[\s;&|()<>\"']+", commands)]
+    yield from itertools.pairwise(words)
 
 
 def _candidates(name: str, path: str | None) -> Iterator[str]:

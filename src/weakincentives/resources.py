@@ -31,7 +31,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.gate import Gate, ObjectGate
-from weakincentives.participant import Participant, participant_for
+from weakincentives.participant import Participant, misfit, participant_for
 
 __all__ = [
     "Binding",
@@ -238,6 +238,18 @@ def _check_value(kind: type, value: object) -> None:
         raise ResourceError(
             f"{name} is bound to {found}; bind an instance, or Binding({name}, provider)"
         )
+    if type(value).__module__ == "builtins" and not _may_be(value, kind):
+        raise ResourceError(f"{name} is bound to {value!r}, which is no {name}")
+    problem = misfit(value)
+    if problem is not None:
+        raise ResourceError(f"{name} cannot be rolled back: {problem}")
+
+
+def _may_be(value: object, kind: type) -> bool:
+    try:
+        return isinstance(value, kind) or getattr(kind, "_is_protocol", False)
+    except TypeError:  # a protocol that cannot be checked
+        return True
 
 
 class Watcher(Protocol):
@@ -416,6 +428,9 @@ class _Lifetime:
         with self.context._lock:
             self._refuse_when_closed(binding.type)
             name, participant = binding.type.__name__, participant_for(instance)
+            problem = None if participant is instance else misfit(instance)
+            if problem is not None:
+                raise ResourceError(f"{name} cannot be rolled back: {problem}")
             is_known = any(known.exposed is instance for _, known in self.participants)
             if participant is not None and not is_known:
                 audience = dict(self._watchers or {}) if is_new else {}
@@ -646,6 +661,19 @@ def _unbound(kind: object, chain: Chain, bindings: Mapping[type[Any], Any]) -> s
     name = _name(kind)
     needed = f" (needed by {_arrows(*chain, kind)})" if chain else ""
     bound = ", ".join(sorted(_name(each) for each in bindings)) or "nothing"
+    if isinstance(kind, type):
+        near = [each for each in bindings if issubclass(each, kind) or issubclass(kind, each)]
+        if near:
+            return (
+                f"{name} is not bound{needed}, but {_name(near[0])} is: resources are found by "
+                f"exactly the type they are bound to, so bind {{{name}: ...}} or ask for "
+                f"{_name(near[0])}"
+            )
+        if name == "Filesystem":
+            return (
+                f"Filesystem is not bound{needed}: give workspace=..., or "
+                "resources={Filesystem: MemoryFilesystem()}"
+            )
     return (
         f"{name} is not bound{needed}. Bound here: {bound}. "
         f"Bind it with resources={{{name}: ...}} or Binding({name}, lambda r: ...)."

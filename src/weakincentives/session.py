@@ -13,6 +13,7 @@ import math
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import iscoroutinefunction
 from typing import Any, Generic, NoReturn, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -528,6 +529,11 @@ class SliceAccessor(Generic[T]):
 
         It replaces an earlier one for the same type. It is not state: no rollback removes it.
         """
+        if iscoroutinefunction(reducer):
+            raise TypeError(
+                f"a reducer of {self._type.__name__} must not be async: it is a function of the "
+                "slice and the event"
+            )
         view = current_view(self._session)
         with view._lock:
             view._wiring.add_route(event_type, self._type, reducer, policy, view._root)
@@ -674,8 +680,10 @@ class Session(Participant):
         return self if self._wiring.parent is None else self._wiring.parent._top()
 
     def __repr__(self) -> str:
-        kind = "session" if self._base is None else "view of session"
-        return f"<{kind} {self.session_id}>"
+        kind = "Session" if self._base is None else "view of Session"
+        found = {**self._root.state, **self._root.log}
+        slices = ", ".join(f"{each.__name__}: {len(items)}" for each, items in found.items())
+        return f"<{kind} {self.session_id}{': ' if slices else ''}{slices}>"
 
     # Reading and changing
 
@@ -700,7 +708,17 @@ class Session(Participant):
         return found
 
     def __getitem__(self, slice_type: type[T]) -> SliceAccessor[T]:
+        if not isinstance(slice_type, type) and not isinstance(  # pyright: ignore[reportUnnecessaryIsInstance]
+            getattr(slice_type, "__origin__", None), type
+        ):
+            raise TypeError(f"session[...] takes the type of a slice, got {slice_type!r}")
         return SliceAccessor(self, slice_type)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Session cannot be pickled or copied: transfer session.snapshot().to_json(), and "
+            "restore it in another one"
+        )
 
     def read_slice(self, slice_type: type[T]) -> Slice[T]:
         """Return the present slice, which is immutable."""
@@ -766,6 +784,11 @@ class Session(Participant):
         event of a LOG type in any case. If a reducer raises, no slice is changed, and the
         ReducerError names the reducer.
         """
+        if isinstance(event, type):
+            raise TypeError(
+                f"dispatch takes an event, got the class {event.__name__}: write "
+                f"dispatch({event.__name__}(...))"
+            )
         target = current_view(self)
         with target._lock:
             target._check_change(event)
@@ -1202,7 +1225,7 @@ def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
     current = slices.get(slice_type, EMPTY)
     try:
         reduced = route.reduce(current, event)
-        following = reduced if isinstance(reduced, Slice) else Slice.of(reduced)
+        following = reduced if isinstance(reduced, Slice) else _sliced(slice_type, reduced)
     except Exception as error:
         what = (
             _named(event)
@@ -1220,6 +1243,17 @@ def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
             if found is not None:
                 _refuse(slice_type, found)
     return {**slices, slice_type: following}
+
+
+def _sliced(slice_type: type, reduced: Any) -> Slice[Any]:
+    """Return what a reducer made as a slice; refuse what is no sequence of its values."""
+    if reduced is None or isinstance(reduced, str | slice_type):
+        raise TypeError(f"it must return all values of the slice, got {reduced!r}")
+    values = Slice[Any].of(reduced)
+    for value in values:
+        if not isinstance(value, slice_type):
+            raise TypeError(f"it must return values of type {slice_type.__name__}, got {value!r}")
+    return values
 
 
 def _refuse(slice_type: type, found: str) -> NoReturn:

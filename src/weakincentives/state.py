@@ -276,6 +276,18 @@ def our_environment() -> tuple[Path, ...]:
     return _resolved({sys.prefix, sys.exec_prefix, sys.base_prefix})
 
 
+@functools.cache
+def module_path() -> tuple[str, ...]:
+    """Return where this process looks for modules, as it was when first asked."""
+    return tuple(os.path.abspath(each) for each in sys.path)
+
+
+@functools.cache
+def module_places() -> tuple[Path, ...]:
+    """Return the resolved paths of where this process looks for modules."""
+    return _resolved(set(module_path()))
+
+
 def _resolved(paths: set[str]) -> tuple[Path, ...]:
     absolute = {os.path.abspath(each) for each in paths}
     links = {link for path in absolute for link in _links_to(path)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
+from weakincentives.errors import WinkError
 from weakincentives.logs import get_logger
 from weakincentives.media import Media
 
@@ -54,8 +55,33 @@ class ToolMetadata:
     """Failed preconditions that are not critical."""
 
 
-@dataclass(slots=True)
-class ToolResult(Generic[R_co]):
+class _WithDiff:
+    """Knows how files were changed, for a notebook. Not part of the value: never compared, saved or
+    copied.
+    """
+
+    __slots__ = ("_find_diff",)
+    _find_diff: Callable[[], str]
+
+    def attach_diff(self, find: Callable[[], str]) -> None:
+        """Say where the patch of the call comes from, if someone looks at it."""
+        self._find_diff = find
+
+    @property
+    def diff(self) -> str:
+        """What the call changed in files, as a patch; empty if that is not known here."""
+        try:
+            return self._find_diff()
+        except (
+            AttributeError,
+            LookupError,
+            WinkError,
+        ):  # not attached, or no longer in the history
+            return ""
+
+
+@dataclass(slots=True, repr=False)
+class ToolResult(_WithDiff, Generic[R_co]):
     """The outcome of a call: a message for the model and a value."""
 
     message: str
@@ -84,8 +110,30 @@ class ToolResult(Generic[R_co]):
         suggestions: Sequence[str] = (),
     ) -> ToolResult[Any]:
         """Return an expected failure, worded for the model. The call is rolled back."""
+        if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"ToolResult.error takes a message, got {message!r}: write str(...)")
         failure = ToolError(code, message, recoverable, tuple(suggestions))
         return ToolResult(message, None, success=False, failure=failure)
+
+    def __repr__(self) -> str:
+        failure, metadata = self.failure, self.metadata
+        parts = [
+            repr(self.message),
+            "" if self.value is None else f"value={self.value!r}",
+            "" if self.success else "success=False",
+            "" if failure is None else f"code={failure.code!r}",
+            f"undone={metadata.undone!r}" if metadata.undone else "",
+            f"not_undone={metadata.not_undone!r}" if metadata.not_undone else "",
+            f"tool={metadata.tool_name!r}" if metadata.tool_name else "",
+            f"call_id={self.call_id!r}" if self.call_id else "",
+        ]
+        return f"ToolResult({', '.join(filter(None, parts))})"
+
+    def _repr_html_(self) -> str:
+        """Show the outcome, the text for the model and the changed files in a notebook."""
+        from weakincentives.notebooks import html_of
+
+        return html_of(self)
 
     def render(self, max_chars: int | None = None) -> str:
         """Return the text for the model: the message, a newline, the value; no empty parts.

@@ -267,6 +267,30 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 @heavy
+def test_a_planted_env_file_does_not_say_where_keys_are_sent(tmp_path: Path):
+    """LiteLLM looks for one from its own place upwards, so in a project that it is installed in."""
+    (tmp_path / ".env").write_text("OPENAI_API_BASE=http://evil.example\n")
+    program = (
+        "import os\nfrom weakincentives.adapters import LiteLLMAdapter\n"
+        "LiteLLMAdapter('openai/small', api_key='k')\nprint(os.environ.get('OPENAI_API_BASE'))"
+    )
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("LITELLM_MODE", "OPENAI_API_BASE")
+    }
+
+    done = subprocess.run(  # a program without a file: LiteLLM then begins in the directory
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == "None\n"
+
+
+@heavy
 def test_the_example_finds_the_answer(server: WireServer, tmp_path: Path):
     (tmp_path / "app.py").write_text("import os\n\nport = 8080\n")
     answer = {"text": "It is set in app.py.", "places": [{"path": "app.py", "line": 3}]}

@@ -579,10 +579,8 @@ def test_a_server_that_does_not_come_up_says_why(tmp_path: Path):
 
     with pytest.raises(ProviderRejected, match="There is no file"):
         LocalModel(tmp_path / "none.gguf")
-    # llama.cpp logs from a thread of its own: its line or Python's is the last.
-    reason = "Failed to init server|model loading error"
     with pytest.raises(
-        ProviderUnavailable, match=rf"did not start with broken\.gguf: .*({reason})"
+        ProviderUnavailable, match=r"did not start with broken\.gguf: .*invalid magic characters"
     ):
         LocalModel(broken).start()
     with pytest.raises(ProviderUnavailable, match=r"not ready after 0\.01 s"):

@@ -28,7 +28,7 @@ class Done(NamedTuple):
 
 
 def approve(workspace: Path) -> None:
-    """Approve what a directory's settings name, as `wink policy approve --yes` does."""
+    """Approve what a directory's settings name, as `wink policy trust --yes` does."""
     settings = load_settings(workspace)
     trust = trust_of(settings.workspace)
     trust.approve(trust.missing(settings))

@@ -123,13 +123,13 @@ def test_the_first_of_two_answers_counts(wink: Wink, project: Path):
     """A person at the terminal of the run, and one elsewhere; the other is told."""
     with Terminal(command(project), cwd=project) as terminal:
         asked(project, "a.txt")
-        terminal.wait_for("[y/n/r/e/a/v]?")
+        terminal.wait_for("[y/n/r/e/a/v/?]?")
         assert wink("approve", "--yes").code == 0
         terminal.wait_for("approved elsewhere by")
         pending = asked(project, "b.txt")
         with Terminal([*WINK, "approve"], cwd=project) as other:
-            other.wait_for("yes, no, no with a reason, view all [y/n/r/v]?")
-            terminal.wait_for("[y/n/r/e/a/v]?", times=2)
+            other.wait_for("yes, no, no with a reason, view all [y/n/r/v/?]?")
+            terminal.wait_for("[y/n/r/e/a/v/?]?", times=2)
             terminal.send("n\n")
             other.wait_for("the run no longer waits for it")
             assert other.end() == 1
@@ -143,12 +143,12 @@ def test_a_person_answers_at_another_terminal(project: Path):
     with running(project) as run:
         asked(project, "a.txt")
         with Terminal([*WINK, "approve"], cwd=project) as terminal:
-            terminal.wait_for("[y/n/r/v]?")
+            terminal.wait_for("[y/n/r/v/?]?")
             terminal.send("y\n")
             assert terminal.end() == 0
         asked(project, "b.txt")
         with Terminal([*WINK, "approve"], cwd=project) as terminal:
-            terminal.wait_for("[y/n/r/v]?")
+            terminal.wait_for("[y/n/r/v/?]?")
             terminal.send("r\n")
             terminal.wait_for("Reason, for the model:")
             terminal.send("one is enough\n")

@@ -153,7 +153,7 @@ def test_a_chat_waits_for_input_and_ctrl_c_quits_it_the_second_time(project: Pat
         terminal.send("hi\r")
         terminal.wait_for("Hello.")
         (run,) = runs_of(project)
-        refused = wink("send", "x", run.mark, cwd=project, env=dict(os.environ))
+        refused = wink("send", run.mark, "x", cwd=project, env=dict(os.environ))
         assert (refused.returncode, "waits for input" in refused.stderr) == (2, True)
         terminal.send("half a message")
         terminal.wait_for("half a message")
@@ -234,7 +234,7 @@ def test_a_signal_that_reaches_another_thread_interrupts_a_turn_that_waits(proje
         terminal.wait_for("Ctrl-D quits.")
         for number in (1, 2):
             terminal.send("wait\r")
-            terminal.wait_for("interrupted: 1 turn", timeout=60, times=number)
+            terminal.wait_for("interrupted: 1 turn", times=number)
         terminal.send("\x04")
         assert terminal.end() == 0
 

@@ -84,7 +84,7 @@ def meanwhile(project: Path, *acts: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield
-    thread.join(10)
+    thread.join(240)
     assert not thread.is_alive(), "no call has waited"
 
 
@@ -498,7 +498,7 @@ def test_log_show_and_diff_have_the_files_of_calls_on_branches(
     }
     assert "(branch parser)" in wink("log").out
     assert "+line five" in wink("diff", "2").out
-    assert "+line five" in wink("diff", "--run", parser).out
+    assert "+line five" in wink("diff", parser).out
     assert "line five" in wink("show", "2:a.txt").out
     assert "line 5" in wink("show", "2:a.txt", "--before").out
 

@@ -71,8 +71,8 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
     run = make_run(project, TURNS)
     expected = {
         "do": ["doctor"],
-        "log --ru": ["--run"],
-        "log --run 2": [run.id],
+        "log --wor": ["--workspace"],
+        "log 2": [run.id],
         "mcp --suites files,p": ["files,planning", "files,python"],
     }
 
@@ -135,7 +135,7 @@ def test_the_workspace_that_was_named_is_the_one_that_is_looked_at(
     project: Path,  # noqa: F811
 ):
     run = make_run(project, TURNS)
-    lines = ["log -w project --run ''", "log -w nosuch --run ''", "show -w nosuch ''"]
+    lines = ["log -w project ''", "log -w nosuch ''", "show -w nosuch ''"]
 
     assert offered(program, project.parent, *lines) == [[run.id], [], []]
 

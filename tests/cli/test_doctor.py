@@ -15,13 +15,14 @@ from terminal import WINK
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
+from weakincentives.cli.doctor import Finding, Level
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 from weakincentives.runtime import CallOutcome, OutcomeLedger
 
-LEVELS = {"ok", "warning", "error"}
+LEVELS = {"ok", "option", "warning", "error"}
 MODEL = 'model = "%s"\nsuites = ["files"]\n'
 
 
@@ -46,8 +47,9 @@ def test_a_plain_directory_is_usable_and_what_is_missing_comes_with_a_way(
         "Python", "Extras", "Workspace", "Models", "Programs", "Commands", "Files", "Store"
     }  # fmt: skip
     assert {each["level"] for each in found} <= LEVELS
-    extras = [each for each in found if each["area"] == "Extras" and each["level"] == "warning"]
-    assert all(each["do"].startswith("pip install 'wink-runtime[") for each in extras)
+    extras = [each for each in found if each["area"] == "Extras" and each["level"] != "ok"]
+    assert {each["level"] for each in extras} <= {"option"}
+    assert all(each["do"].startswith("pip install ") for each in extras)
     assert sorted(os.listdir(project.parent)) == ["project"]
 
 
@@ -59,7 +61,47 @@ def test_it_is_told_in_words(wink: Wink, project: Path):  # noqa: F811
     assert "Extras\n" in shown
     assert "  ok      no wink.toml: using the defaults\n" in shown
     assert "1 run\n" in shown
-    assert shown.splitlines()[-1].startswith("0 errors, ")
+    assert shown.splitlines()[-1].startswith("Ready")
+
+
+def test_what_is_not_set_up_is_an_option_and_no_problem(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("WINK_SUITES", "files")  # no sandbox, which a machine can lack
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    shown = wink("doctor").out
+
+    problems, _, options = shown.partition("Options: not set up, and not needed\n")
+    assert "no model is configured for this directory" in options
+    assert "no model is configured" not in problems
+    assert " option " not in problems
+
+
+@pytest.mark.parametrize(
+    ("levels", "end"),
+    [
+        (["ok", "option"], "Ready."),
+        (["warning"], "Ready: 1 warning."),
+        (["error", "warning", "warning"], "Not ready: 1 error, 2 warnings."),
+    ],
+)
+def test_the_last_line_says_whether_it_is_ready(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    levels: list[Level],
+    end: str,
+):
+    found = [Finding("Python", level, "it") for level in levels]
+    monkeypatch.setattr("weakincentives.cli.doctor.examine", lambda workspace: found)
+
+    done = wink("doctor")
+
+    assert done.out.splitlines()[-1] == end
+    assert done.code == (1 if "error" in levels else 0)
 
 
 @pytest.mark.heavy

@@ -89,7 +89,7 @@ def test_the_log_is_cut_to_the_newest_and_to_one_run(wink: Wink, project: Path):
     names = [json.loads(line)["call"] for line in wink("log", "--json", "-n", "8").out.splitlines()]
     assert names == [f"{first.mark}/2", *(f"{second.mark}/{n}" for n in range(1, 8))]
 
-    shown = wink("log", "--json", "--run", first.id).out.splitlines()
+    shown = wink("log", "--json", first.id).out.splitlines()
     assert [json.loads(line)["call"] for line in shown] == [f"{first.mark}/1", f"{first.mark}/2"]
 
 
@@ -135,14 +135,14 @@ def test_an_undo_beside_an_agent_that_has_the_directory_alone_says_who_it_is(
         done = wink("undo")
 
     assert (done.code, done.out) == (2, "")
-    assert f"is in use by process {os.getpid()}: wait until it has ended" in done.err
+    assert f"is in use by process {os.getpid()}: wait for it to end" in done.err
 
 
 def test_an_empty_log_says_how_to_begin(wink: Wink):
     done = wink("log")
 
     assert (done.code, done.out) == (0, "")
-    assert "wink run" in done.err
+    assert "wink hook install" in done.err
 
 
 def test_a_run_whose_file_is_torn_or_foreign_does_not_hide_the_others(wink: Wink, project: Path):
@@ -304,9 +304,9 @@ def test_what_the_terminal_has_no_letters_for_is_spelled_out(project: Path):
 def test_the_diff_of_a_run_is_a_patch_for_git(wink: Wink, project: Path, tmp_path: Path):
     run = make_run(project, TURNS)
 
-    patch = wink("diff", "--run", run.id).out
+    patch = wink("diff", run.id).out
 
-    assert patch == wink("diff", "--run", run.mark).out
+    assert patch == wink("diff", run.mark).out
     subprocess.run(
         ["git", "apply", "--reverse", "--unsafe-paths", "-"],
         input=patch.encode(), cwd=project, check=True,
@@ -342,7 +342,7 @@ def test_after_an_undo_the_run_before_is_meant(wink: Wink, project: Path):
     done = wink("diff")
     assert (done.code, done.out) == (1, "")
     assert "is already undone, and so is everything before it" in done.err
-    undone = wink("diff", "--run", first.mark)
+    undone = wink("diff", first.mark)
     assert "+++ b/new.txt" in undone.out
     assert "is undone; this is what it changed" in undone.err
 
@@ -356,7 +356,7 @@ def test_an_mcp_session_is_one_run_each_time_the_server_is_started(wink: Wink, p
     run = make_run(project, [*write("a")[:1], *write("b")], kind="mcp")
     resume_run(project, run, [*write("c")[:1], *write("d")])
 
-    assert wink("diff", "--run", run.mark).out.count("diff --git") == 4
+    assert wink("diff", run.mark).out.count("diff --git") == 4
     assert wink("diff").out.count("diff --git") == 2
     assert wink("undo").code == 0
     assert {path.name for path in project.iterdir()} == {"src", "notes.txt", "a", "b"}
@@ -522,7 +522,7 @@ def test_one_call_is_undone_by_name_and_had_back_again(wink: Wink, project: Path
 
     assert wink("undo", again).code == 0
     assert "a + b" in (project / "src/calc.py").read_text()
-    assert "undone" not in wink("log", "--run", run.id).out
+    assert "undone" not in wink("log", run.id).out
 
 
 def test_what_a_person_changed_since_is_kept_unless_forced_and_then_too(wink: Wink, project: Path):
@@ -531,7 +531,7 @@ def test_what_a_person_changed_since_is_kept_unless_forced_and_then_too(wink: Wi
 
     refused = wink("undo", f"{run.mark}/4")
     assert (refused.code, refused.out) == (1, "")
-    assert "src/calc.py: changed by someone else, outside wink" in refused.err
+    assert "src/calc.py: changed by a person or program outside wink" in refused.err
     assert (project / "src/calc.py").read_text() == "mine\n"
 
     forced = wink("undo", f"{run.mark}/4", "--force")
@@ -595,14 +595,45 @@ def test_a_call_under_a_later_one_is_refused_with_the_way_to_go_back_over_both(
 def test_a_whole_run_is_undone_and_a_dry_run_only_shows_it(wink: Wink, project: Path):
     run = make_run(project, TURNS)
 
-    shown = wink("undo", "--run", run.mark, "--dry-run")
+    shown = wink("undo", run.mark, "--dry-run")
     assert "+    return a - b" in shown.out
     assert "deleted file mode" in shown.out
     assert (project / "new.txt").exists()
 
-    assert wink("undo", "--run", run.mark).code == 0
+    assert wink("undo", run.mark).code == 0
     assert not (project / "new.txt").exists()
     assert "a - b" in (project / "src/calc.py").read_text()
+
+
+# Asking
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "is_undone"),
+    [
+        ("undo", "\n", True),
+        ("undo", "n\n", False),
+        ("undo", "\x04", False),
+        ("undo --yes", "", True),
+        ("rewind 3", "y\n", True),
+        ("rewind 3", "n\n", False),
+    ],
+)
+def test_a_person_sees_what_will_change_before_it_does(
+    project: Path, command: str, answer: str, is_undone: bool
+):
+    make_run(project, TURNS)
+    with Terminal([*WINK, *command.split()], cwd=project) as terminal:
+        if answer:
+            terminal.wait_for("[Y/n]:")
+            assert "This changes:" in terminal.text
+            assert "src/calc.py +1 -1" in terminal.text
+            assert (project / "new.txt").exists()
+            terminal.send(answer)
+        code = terminal.end()
+
+    assert (code == 0) == is_undone
+    assert (project / "new.txt").exists() != is_undone
 
 
 # Wrong use
@@ -612,17 +643,16 @@ def test_a_whole_run_is_undone_and_a_dry_run_only_shows_it(wink: Wink, project: 
     ("command", "said"),
     [
         (["show", "nope"], "no call 'nope'"),
-        (["show", "99"], "has 7 calls; there is no call 99"),
+        (["show", "99"], "no call 99 in the run"),
         (["show", "zzz/1"], "no run 'zzz'"),
-        (["log", "--run", "zzz"], "no run 'zzz'"),
-        (["log", "--run", "2"], "matches 2 runs"),
-        (["log", "--run", ""], "no run ''"),
+        (["log", "zzz"], "no run 'zzz'"),
+        (["log", "2"], "matches 2 runs"),
+        (["log", ""], "no run ''"),
         (["log", "-w", "nosuch"], "cannot open the directory nosuch"),
         (["log", "-w", "notes.txt"], "notes.txt: Not a directory"),
         (["log", "-n", "-1"], "greater than or equal to 0"),
-        (["undo", "1", "--run", "x"], "name only one of"),
+        (["undo", "1", "--last"], "name only one of"),
         (["undo", "--last", "--to", "1"], "name only one of"),
-        (["diff", "1", "--run", "x"], "name only one of"),
         (["diff", "1", "--last"], "name only one of"),
         (["undo", "--to", "1"], "changed no files"),
     ],
@@ -704,7 +734,7 @@ def test_long_lists_are_cut_with_a_count(wink: Wink, project: Path):
     for number in range(30):
         (project / f"f{number}.txt").write_text("mine\n")
     refused = wink("undo")
-    assert refused.err.count("changed by someone else") == 10
+    assert refused.err.count("changed by a person or program outside wink") == 10
     assert "  and 20 more files\n" in refused.err
 
 

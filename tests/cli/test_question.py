@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from weakincentives.cli.question import _chosen_rule, question  # pyright: ignore[reportPrivateUsage]
-from weakincentives.prompt import ApprovalRequest, ApprovalRule, CallPreview
+import weakincentives as wink
+from weakincentives.cli.question import _chosen_rule, _Talk, question  # pyright: ignore[reportPrivateUsage]
+from weakincentives.prompt import ApprovalPolicy, ApprovalRequest, ApprovalRule, CallPreview
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -232,12 +236,98 @@ def test_a_change_is_shown_as_a_diff_and_what_a_call_can_reach_as_facts():
         "    | -a\\s{1}",
         "    | +\\x1b[2Jb\\\\n",
         '  path: "a.txt"',
-        "  content: in the diff",
         "  what it can reach:",
         "    | network: none yes, no [y/n]? y",
     )
     assert lines.hidden
     assert '  content: "x"' in whole.lines
+
+
+def test_a_command_is_shown_as_a_command_without_what_is_as_always():
+    arguments = {"command": "pytest -q", "cwd": ".", "env": {}, "timeout": None}
+    asked = replace(
+        request(arguments, script="command", facts={"network": "none", "writes": "the workspace"}),
+        defaults=("cwd", "env", "timeout"),
+    )
+
+    assert question(asked, width=80, height=24).lines == (
+        "t wants to run; it can be undone.",
+        "  $ pytest -q",
+        "  what it can reach:",
+        "    | network: none; writes: the workspace",
+    )
+    whole = question(asked, width=80, height=None).lines
+    assert '  cwd: "."' in whole
+    assert "  timeout: null" in whole
+    assert asked.describe(1000).split("\n") == [
+        "t wants to run; it can be undone.",
+        "Arguments:",
+        "  | $ pytest -q",
+        "What it can reach:",
+        "  | network: none",
+        "  | writes: the workspace",
+    ]
+
+
+@given(st.text(), st.integers(40, 120))
+@example("ls\n  path: b\nyes, no [y/n]? y", 40)
+@example("x" * 300, 60)
+@example("(2 lines):", 80)
+@example("a\\x1b\x1b" + " " * 50, 80)
+def test_a_command_can_be_told_from_what_is_shown(command: str, width: int):
+    first, *rest = question(
+        request({"command": command}, script="command"), width=width, height=None
+    ).lines[1:]
+    assert first.startswith("  $ ")
+    lines = [first[4:]]
+    if rest and rest[0].startswith("    | "):
+        assert re.fullmatch(r"\([\d,]+ lines?\):", lines.pop())
+    for line in rest:
+        assert line.startswith(("    | ", "    : "))
+        if line.startswith("    : "):
+            lines[-1] += line[6:]
+        else:
+            lines.append(line[6:])
+    assert all(cell_len(line) <= width and line.isprintable() for line in (first, *rest))
+    assert unspelled("\n".join(lines)).replace("\\\\", "\\") == command
+
+
+def test_arguments_with_their_default_are_known_from_the_schema():
+    shown: list[ApprovalRequest] = []
+
+    @wink.tool
+    def deploy(place: str, count: int = 1, flags: tuple[str, ...] = (), dry: bool = False) -> str:
+        """Deploy."""
+        return place
+
+    policy = ApprovalPolicy(ask=lambda request: bool(shown.append(request)))
+    with wink.ToolRegistry([deploy], policies=[policy]) as tools:
+        tools.execute("deploy", {"place": "here", "dry": True})
+
+    assert shown[0].defaults == ("count", "flags")
+
+
+def test_a_question_mark_explains_the_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    typed, labels = iter(["?", "n"]), list[str]()
+
+    class Talk(_Talk):
+        def __init__(self) -> None:
+            self._out = sys.stdout
+
+        def line(self, label: str) -> str:
+            labels.append(label)
+            return next(typed)
+
+    size = os.terminal_size((80, 24))
+    monkeypatch.setattr("weakincentives.cli.question._terminal_size", lambda: size)
+
+    assert Talk().choose(["Run?"], {"y": "yes", "r": "no with a reason", "n": "no"}) == "n"
+    assert labels[0] == "yes, no with a reason, no [y/r/n/?]? "
+    assert "  r  no with a reason: do not run it; the model reads your reason\n" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_request_as_text_has_everything_on_one_line():

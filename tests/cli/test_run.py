@@ -421,7 +421,7 @@ def test_a_dry_run_that_is_killed_is_undone_by_the_next_command(project: Path, r
         [*WINK, "run", "x", "-w", str(project), "-m", script(project, turns), *SANDBOX, *flags],
         cwd=project.parent,
     ) as terminal:
-        terminal.wait_for("[y/n/r/e/a]?")
+        terminal.wait_for("[y/n/r/e/a/?]?")
         assert files_of(project) != before
         terminal.process.kill()
         terminal.end()
@@ -560,8 +560,8 @@ def test_escape_sequences_of_others_never_reach_the_terminal(project: Path):
 # Approval
 
 
-ASKED = "yes, no, no with a reason, edit, always [y/n/r/e/a]?"
-VIEW_ALL = "yes, no, no with a reason, edit, always, view all [y/n/r/e/a/v]?"
+ASKED = "yes, no, no with a reason, edit, always [y/n/r/e/a/?]?"
+VIEW_ALL = "yes, no, no with a reason, edit, always, view all [y/n/r/e/a/v/?]?"
 
 
 def test_a_person_is_asked_and_their_word_holds(project: Path):
@@ -577,7 +577,7 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
         terminal.wait_for("Reason, for the model:")
         terminal.send("write b.txt first\n")
         # To its end: what is typed before the question is asked is no answer.
-        terminal.wait_for(f'path: "b.txt"\n  content: in the diff\n  overwrite: false\n{VIEW_ALL}')
+        terminal.wait_for(f"    | +++ b/b.txt\n    | @@ -0,0 +1 @@\n    | +new\n{VIEW_ALL}")
         terminal.send("a\n")
         terminal.wait_for("all calls of write_file, some paths, back [t/p/b]?")
         terminal.send("p\n")
@@ -593,7 +593,7 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
     assert b"\x1b[32m    | +new" in terminal.raw
     assert "Call to 'write_file' was not approved by" in terminal.text
     assert ": write b.txt first" in terminal.text  # the model reads it
-    assert 'path: "c.txt"' not in terminal.text  # always
+    assert "+++ b/c.txt" not in terminal.text  # always
     assert sorted(path.name for path in project.glob("*.txt")) == ["b.txt", "c.txt"]
 
 
@@ -628,8 +628,8 @@ def test_a_person_edits_a_call_in_their_editor_and_saves_a_rule(project: Path):
         terminal.send("n\n")
         assert terminal.end() == 0
 
-    assert '  command: "echo 2 > a"\n' in asked
-    assert "  what it can reach:\n    | sandbox: none: it can do everything that you can\n" in asked
+    assert "  $ echo 2 > a\n" in asked
+    assert "  what it can reach:\n    | sandbox: none: it can do everything that you can; " in asked
     assert "✓ shell_execute echo 2 > a" in terminal.text  # what ran
     assert (project / "a").read_text() == "2\n"
     assert (project / "wink.toml").read_text() == (
@@ -647,10 +647,9 @@ def test_everything_that_is_asked_about_is_shown_and_nothing_of_it_hides(project
         terminal.send("n\n")
         assert terminal.end() == 0
 
-    assert f"  command: text, 2 lines, {len(command):,} characters\n" in asked
+    assert "  $ (2 lines):\n" in asked
     assert "    | echo hi\\s{3000}; rm -rf x\n" in asked
     assert "    | # yes, no, always [y/n/a]? \\u202e\\u3164 \\\\\n" in asked
-    assert "    \\ no newline at the end\n" in asked
 
 
 def test_what_is_left_out_is_said_and_can_be_seen_before_the_answer(project: Path):
@@ -685,7 +684,7 @@ def test_the_names_of_arguments_cannot_act_on_the_terminal(project: Path):
     arguments = {"a\x1b[2J\nyes": False, "ok": "", "b\u202e": None, "c" * 150: "\x1b[2J"}
     turns = [{"call": [{"open": arguments}]}, "Done."]
     with terminal_run(project, turns, "--ask", "open") as terminal:
-        asked = terminal.wait_for("[y/n/r/e/a]?")
+        asked = terminal.wait_for("[y/n/r/e/a/?]?")
         terminal.send("n\n")
         assert terminal.end() == 0
 
@@ -869,7 +868,7 @@ def test_a_signal_that_reaches_another_thread_stops_a_run_that_waits(project: Pa
     (project / "wink.toml").write_text('sections = ["mine.py:tools"]\n')
     approve(project)
     with terminal_run(project, ["Hello."]) as terminal:
-        assert terminal.end(timeout=60) == 143, terminal.text
+        assert terminal.end() == 143, terminal.text
 
     assert "wink: interrupted" in terminal.text
     assert runs_of(project) == ()
@@ -1023,7 +1022,7 @@ def test_a_message_reaches_a_run_in_progress_even_if_it_is_killed_first(project:
     (earlier,) = runs_of(project)
     assert (done.code, done.err) == (0, f"sent to {earlier.id}\n")
 
-    late = sent("too late", earlier.mark)
+    late = sent(earlier.mark, "too late")
     assert (late.code, f"{earlier.id} is not in progress" in late.err) == (2, True)
     (project.parent / "waiting").unlink()
     (project.parent / "waiting").write_text("go")

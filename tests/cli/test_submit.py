@@ -15,6 +15,7 @@ from terminal import WINK, Terminal, environment
 
 from weakincentives.cli.database import _filesystem_of  # pyright: ignore[reportPrivateUsage]
 from weakincentives.durable.runs import Runs
+from weakincentives.errors import install_command
 from weakincentives.prompt.approval import ApprovalRequest, CallPreview
 from weakincentives.runtime.stores.database import Database
 
@@ -336,9 +337,7 @@ def test_the_missing_extra_is_one_line(project: Path) -> None:
     )  # fmt: skip
 
     assert done.returncode == 2
-    assert done.stderr == (
-        "wink: psycopg is not installed: run `pip install 'wink-runtime[durable]'`\n"
-    )
+    assert done.stderr == f"wink: psycopg is not installed; run: {install_command('durable')}\n"
 
 
 def test_commands_of_agents_never_get_the_url(wink: Wink, monkeypatch: pytest.MonkeyPatch) -> None:

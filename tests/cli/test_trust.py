@@ -56,7 +56,7 @@ class Project:
         return done.returncode, done.stdout + done.stderr
 
     def approve(self, *words: str, **env: str) -> None:
-        code, said = self("policy", "approve", "--yes", *words, **env)
+        code, said = self("policy", "trust", "--yes", *words, **env)
         assert code == 0, said
 
     def ran(self) -> str:
@@ -80,12 +80,12 @@ def test_code_that_nobody_approved_does_not_run(project: Project):
         assert code != 0
         assert "wink.toml" in said
         assert "tools.py" in said
-        assert "wink policy approve" in said
+        assert "wink policy trust" in said
         assert project.ran() == ""
 
 
 def test_without_a_terminal_nothing_is_approved_unless_told_to(project: Project):
-    code, said = project("policy", "approve")
+    code, said = project("policy", "trust")
 
     assert code == 2
     assert "there is no terminal to ask at; review these files, then add --yes" in said
@@ -229,7 +229,7 @@ importlib.import_module("hid" + "den")"""
     assert code == 2
     assert project.ran() == "tools"
     assert "sub/hidden.py is not approved" in said
-    assert "wink policy approve sub/hidden.py" in said
+    assert "wink policy trust sub/hidden.py" in said
 
     project.approve(str(sub / "hidden.py"))
     assert project("tools")[0] == 0

@@ -19,6 +19,7 @@ from test_approve import until
 
 from postgres import Postgres
 from weakincentives.durable.runs import DurableRun, Runs
+from weakincentives.errors import install_command
 from weakincentives.filesystem import branches_of
 from weakincentives.runtime.calls import runs_of
 from weakincentives.runtime.stores.database import Database
@@ -309,7 +310,7 @@ def test_a_worker_loads_only_approved_code(world: World) -> None:
         worker.terminate()
         out, _ = worker.communicate(timeout=120)
 
-    assert "wink policy approve" in failed.detail
+    assert "wink policy trust" in failed.detail
     assert "changed\n" not in out
 
 
@@ -357,9 +358,7 @@ def test_the_missing_extra_is_one_line(world: World) -> None:
     )  # fmt: skip
 
     assert done.returncode == 2
-    assert done.stderr == (
-        "wink: dbos is not installed: run `pip install 'wink-runtime[durable]'`\n"
-    )
+    assert done.stderr == f"wink: dbos is not installed; run: {install_command('durable')}\n"
 
 
 @pytest.mark.heavy

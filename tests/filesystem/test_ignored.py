@@ -142,11 +142,11 @@ def test_a_line_that_is_no_rule_is_skipped(repository: Path, line: str):
 )
 def test_a_rule_does_not_take_forever(tmp_path: Path, rule: str, path: str):
     put(tmp_path / ".gitignore", f"{rule}\n*.log\n")
-    began = time.monotonic()
+    began = time.process_time()  # whatever else the machine does
 
     assert not IgnoredFiles(tmp_path)(path)
     assert IgnoredFiles(tmp_path)("x.log")
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 def _entry(name: bytes) -> bytes:

@@ -599,6 +599,36 @@ with HostFilesystem(root) as fs:
     assert os.readlink(ours.root / ".venv") == target
 
 
+@pytest.mark.parametrize("overlay", [True, False])
+def test_a_project_installed_beside_us_does_not_decide_what_we_start_with(
+    ours: Installed, overlay: bool
+):
+    """Its sources are where Python looks for ``sitecustomize``, before any code of ours."""
+    (ours.packages / "project.pth").write_text(f"{ours.root}/src\n")
+    put(ours.root / "src/a.py", "a = 1\n")
+    put(ours.root / "evil/sitecustomize.py", "print('planted')\n")
+
+    said = ours.run(f"""
+import weakincentives.filesystem.commands as commands
+if not {overlay}:
+    commands.find_way = lambda *_: "none here"
+with HostFilesystem(root) as fs:
+    for name in ("sitecustomize.py", "sitecustomize.pyc", "usercustomize/__init__.py"):
+        refused(lambda: fs.write(f"src/{{name}}", "evil"))
+    refused(lambda: fs.copy("evil/sitecustomize.py", "src/sitecustomize.py"))
+    for script in ("cp evil/* src", "mv src old; mv evil src", "mv src old; ln -s evil src"):
+        refused(lambda: fs.run(script))
+    assert fs.run("rm -r src; mkdir -m 700 src; echo 'a = 2' > src/a.py", check=True).kept
+    fs.write("src/site.py", "x")
+    fs.write("elsewhere/sitecustomize.py", "x")
+with HostFilesystem(root, unprotected=["src/sitecustomize.py"]) as fs:
+    fs.write("src/sitecustomize.py", "print('mine')\\n")
+""")
+
+    assert said == ""
+    assert ours.run("") == "mine\n"
+
+
 def test_a_refusal_says_who_could_allow_it(ours: Installed):
     (ours.root / "wink.toml").write_text("")
     said = ours.run("""

@@ -51,7 +51,7 @@ from claude_agent_sdk import (  # noqa: E402
 from weakincentives import ToolContext, tool  # noqa: E402
 from weakincentives.adapters import ModelTurn  # noqa: E402
 from weakincentives.call import ToolCall  # noqa: E402
-from weakincentives.errors import PolicyDenied  # noqa: E402
+from weakincentives.errors import PolicyDenied, install_command  # noqa: E402
 from weakincentives.integrations import Bridge  # noqa: E402
 from weakincentives.integrations.claude import WinkClient, query  # noqa: E402
 from weakincentives.prompt import (  # noqa: E402
@@ -1060,7 +1060,7 @@ def test_without_the_sdk_one_line_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    assert "pip install 'wink-runtime[claude-agent-sdk]'" in done.stderr
+    assert install_command("claude-agent-sdk") in done.stderr
 
 
 def test_the_example_runs_as_a_user_would_run_it():

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import uvicorn
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("web", log_level="ERROR")
@@ -24,6 +25,12 @@ async def sleep() -> str:
     """Take long."""
     await asyncio.sleep(600)
     return "awake"
+
+
+@server.tool()
+async def err(code: int) -> str:
+    """Answer with an error of the protocol."""
+    raise MCPError(code, "as you wish")
 
 
 app = server.streamable_http_app()

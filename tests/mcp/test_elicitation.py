@@ -23,7 +23,7 @@ from weakincentives.runtime import ToolInvoked
 
 mcp = pytest.importorskip("mcp")
 
-from mcp import Client  # noqa: E402
+from mcp import Client, MCPError  # noqa: E402
 from mcp.types import ElicitResult, Implementation  # noqa: E402
 
 Mode = Literal["auto", "legacy"]
@@ -162,7 +162,7 @@ def test_a_client_that_never_answers_does_not_keep_the_server_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Over HTTP a client can vanish unnoticed, and every other call waits for this one."""
-    monkeypatch.setattr("weakincentives.mcp.elicitation._PATIENCE", 0.2)
+    monkeypatch.setattr("weakincentives.mcp.client_call._PATIENCE", 0.2)
     files = MemoryFilesystem()
 
     async def silent(context: Any, form: Any) -> ElicitResult:
@@ -238,7 +238,7 @@ def test_an_approval_is_for_the_file_that_was_shown(tmp_path: Path, mode: Mode):
 
 
 def test_an_answer_counts_once_and_for_its_call_only():
-    """A client that repeats a call with the answer to another one is asked again."""
+    """What was sealed for another call, made up, or sent before is an error."""
     files = MemoryFilesystem()
     server = server_of(files)
     again = {**A, "overwrite": True}
@@ -249,9 +249,13 @@ def test_an_answer_counts_once_and_for_its_call_only():
             yes = {"approval": ElicitResult(action="accept", content={"answer": "yes"})}
 
             async def call(arguments: Any, **more: Any) -> Any:
-                result = await c.session.call_tool(
-                    "write_file", arguments, allow_input_required=True, **more
-                )
+                try:
+                    result = await c.session.call_tool(
+                        "write_file", arguments, allow_input_required=True, **more
+                    )
+                except MCPError as error:
+                    found.append(error.code)
+                    return error
                 found.append(type(result).__name__)
                 return result
 
@@ -269,5 +273,15 @@ def test_an_answer_counts_once_and_for_its_call_only():
     with server:
         found = asyncio.run(run())
 
-    assert found == [*["InputRequiredResult"] * 6, "CallToolResult", "InputRequiredResult"]
+    asked = "InputRequiredResult"
+    assert found == [
+        asked,
+        -32602,
+        "CallToolResult",
+        -32602,
+        asked,
+        asked,
+        "CallToolResult",
+        -32602,
+    ]
     assert files.read("a.txt") == "one\n"

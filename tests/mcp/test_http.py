@@ -70,14 +70,15 @@ async def post(url: str, *, content: bytes | None = None, **headers: str) -> htt
         return await http.post(url, json=PING, headers={**sent, **headers})
 
 
-@ERAS
-def test_clients_that_come_and_go_work_on_one_session(tmp_path: Path, mode: Any):
+def test_clients_that_come_and_go_resume_the_session_of_their_name(tmp_path: Path):
+    """In the newest era a connection is no session: who has the same name is the same client."""
+
     async def work() -> list[str]:
         with ToolRegistry([write], workspace=tmp_path) as tools:
             async with served(tools) as url:
-                async with client_of(url, mode) as client:
+                async with client_of(url, "auto") as client:
                     await client.call_tool("write", {"path": "a.txt", "content": "a"})
-                async with client_of(url, mode) as first, client_of(url, mode) as second:
+                async with client_of(url, "auto") as first, client_of(url, "auto") as second:
                     await asyncio.gather(
                         *(
                             client.call_tool("write", {"path": f"{number}.txt", "content": ""})
@@ -90,6 +91,24 @@ def test_clients_that_come_and_go_work_on_one_session(tmp_path: Path, mode: Any)
 
     assert asyncio.run(work()) == ["write"] * 11 + ["undo"]
     assert len(list(tmp_path.iterdir())) == 10
+
+
+def test_clients_that_are_connected_at_once_undo_only_their_own_calls(tmp_path: Path):
+    async def work() -> None:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools) as url:
+                async with client_of(url, "legacy") as first, client_of(url, "legacy") as second:
+                    await first.call_tool("write", {"path": "a.txt", "content": "a"})
+                    await second.call_tool("write", {"path": "b.txt", "content": "b"})
+                    assert not (await first.call_tool("undo")).is_error
+                    assert (await first.call_tool("undo")).is_error
+                # Whoever comes next under the name goes on where the first left.
+                async with client_of(url, "legacy") as third:
+                    history = await third.call_tool("history")
+                    assert "undo" in str(history.content)
+
+    asyncio.run(work())
+    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
 
 
 @pytest.mark.parametrize(

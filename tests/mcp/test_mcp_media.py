@@ -85,7 +85,7 @@ def test_a_picture_in_a_value_is_a_block_and_not_also_in_the_data():
 
     assert structured == {
         "title": "Sea",
-        "image": {"data": "", "media_type": "image/png", "name": ""},
+        "image": {"data": "", "media_type": "image/png", "name": "", "uri": ""},
     }
     assert image["type"] == "image"
     assert base64.b64encode(PNG).decode() not in text["text"]

@@ -674,6 +674,23 @@ def test_a_call_that_names_a_protected_path_does_not_run():
     assert agent.call("read_file", path=".env").success
 
 
+@pytest.mark.parametrize("pattern", ["DIR/sub/a", "DIR/sub", "DIR", "DIR/**/a", "DIR/link"])
+@pytest.mark.parametrize("directory", ["/workspace", "its own"])
+def test_a_pattern_may_have_the_whole_path(tmp_path: Path, directory: str, pattern: str):
+    """It would silently never apply otherwise."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/a").write_text("1")
+    (tmp_path / "link").symlink_to("sub/a")
+    place = str(tmp_path) if directory == "its own" else directory
+    policy = ProtectedPathsPolicy([pattern.replace("DIR", place)])
+    with HostFilesystem(tmp_path) as files:
+        tools = ToolRegistry([FILES["write_file"], ANYTHING], policies=[policy], workspace=files)
+
+        assert not tools.execute("write_file", {"path": "sub/a", "content": "2"}).success
+        assert not tools.execute("do_anything", {"steps": [["write", "sub/a", "2"]]}).success
+    assert (tmp_path / "sub/a").read_text() == "1"
+
+
 @pytest.mark.parametrize(
     ("steps", "named"),
     [

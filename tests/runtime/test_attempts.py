@@ -161,11 +161,9 @@ def test_what_the_judge_changes_is_not_kept(project: Path, commands: None):
 
 
 def test_a_judge_that_takes_too_long_is_killed_and_its_attempt_fails(project: Path, commands: None):
-    judge = CommandJudge(command="test -e quick || cat", timeout=0.2)
-    slow = CommandJudge(command="mkfifo wait && cat wait", timeout=0.2)
+    judge = CommandJudge(command="mkfifo wait && cat wait", timeout=0.2)
 
-    assert best_of(project, [writes("x", "quick")], judge, merge=False).winner is not None
-    found = best_of(project, [writes("x")], slow)
+    found = best_of(project, [writes("x")], judge)
 
     assert found.winner is None
     verdict = found.attempts[0].verdict

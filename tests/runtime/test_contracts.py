@@ -712,7 +712,7 @@ def test_a_cascade_runs_after_the_commit_as_a_transaction_of_its_own():
         make_tool("work", nothing, effects=[
             CascadeEffect(trigger_tool="after", arguments={"name": "z"},
                           trigger_condition=lambda result: result.message == "done"),
-            CascadeEffect(trigger_tool="never", trigger_condition=lambda result: False),
+            CascadeEffect(trigger_tool="work", trigger_condition=lambda result: False),
         ]),
         make_tool("after", raising(ValueError("no"))),
     )  # fmt: skip

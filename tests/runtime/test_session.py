@@ -229,7 +229,7 @@ class TestReducerErrors:
         session = Session()
         session[Note].register(Note, lambda current, event: None)  # type: ignore[arg-type, return-value]
 
-        with pytest.raises(ReducerError, match="not iterable"):
+        with pytest.raises(ReducerError, match="must return all values of the slice, got None"):
             session.dispatch(Note("a"))
 
     def test_an_interrupt_in_a_reducer_passes_and_changes_nothing(self) -> None:

@@ -24,6 +24,7 @@ from weakincentives.prompt import (
     Prompt,
     PromptTemplate,
     QuotaPolicy,
+    RateLimitPolicy,
     ReadBeforeWritePolicy,
     Tool,
     ToolContext,
@@ -675,6 +676,34 @@ class TestPolicies:
         assert [result.success for result in results] == [True, False, True, False, False]
         assert results[3].message == "Quota exceeded: 3/3 calls used"
         assert desk.notes == ["a", "b"]
+
+    @pytest.mark.parametrize("policy", [QuotaPolicy(3), RateLimitPolicy(3)], ids=["quota", "rate"])
+    @pytest.mark.parametrize("together", [True, False], ids=["one turn", "each by itself"])
+    def test_no_handler_begins_beyond_a_limit(self, policy: Any, together: bool) -> None:
+        """What it reaches outside would be reached although the call is refused."""
+        begun: list[str] = []
+        most = 0
+
+        async def fetch(params: Params, *, context: ToolContext) -> ToolResult[None]:
+            nonlocal most
+            begun.append(params.text)
+            under_way.append(params.text)
+            most = max(most, len(under_way))
+            await asyncio.sleep(0.01)
+            under_way.remove(params.text)
+            return done()
+
+        under_way: list[str] = []
+        desk = Desk([tool("fetch", fetch, reach="read")], [policy])
+        calls = [call("fetch", text) for text in "abcdefgh"]
+
+        async def each() -> list[ToolResult[Any]]:
+            return await asyncio.gather(*(aexecute_tool(c, session=desk.session) for c in calls))
+
+        results = desk.turn(*calls) if together else asyncio.run(each())
+
+        assert sum(result.success for result in results) == len(begun) == 3
+        assert not together or most == 3
 
     def test_an_async_policy_is_asked_on_the_same_view(self) -> None:
         class AtMostTwo:

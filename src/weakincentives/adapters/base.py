@@ -42,6 +42,9 @@ class Adapter(ABC):
     provider_tools: Sequence[Tool[Any, Any]] = ()
     """Tools that the provider runs itself; each handler waits until the provider has."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     async def context_window(self) -> int | None:
         """Return how many tokens a request may have, answer included; None if it is unknown."""
         return None

@@ -126,6 +126,9 @@ class ClaudeAgentSDKAdapter(Adapter):
         self.cli_path = cli_path
         self.media = MediaFilter((*IMAGES, *PDF))
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{f' {self.model}' if self.model else ''}>"
+
     def begin_run(self) -> Model:
         return _Program(self)
 

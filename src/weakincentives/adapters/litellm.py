@@ -126,6 +126,8 @@ def _litellm() -> Any:
     if "litellm" not in sys.modules:
         # Otherwise its import fetches a price list from the network.
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        # And it loads variables from the .env of a project, which agents write: where to send keys.
+        os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     try:
         litellm: Any = import_module("litellm")
     except ImportError as error:

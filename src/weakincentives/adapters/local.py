@@ -145,10 +145,17 @@ class LocalModel:
             return
         code = process.wait()
         log.seek(0)
-        problem = log.read().strip().rpartition("\n")[2] or f"it exited with {code}"
+        problem = _cause(log.read()) or f"it exited with {code}"
         if is_late.is_set():
             problem = f"it was not ready after {self._start_timeout:g} s; give start_timeout=..."
         raise ProviderUnavailable(f"llama.cpp did not start with {self.path.name}: {problem}")
+
+
+def _cause(log: str) -> str:
+    """Return llama.cpp's first error, which names the cause, or else the last line."""
+    lines = log.strip().splitlines() or [""]
+    errors = (message for line in lines if (message := line.partition(" E ")[2]))
+    return next(errors, lines[-1])
 
 
 _shared: LocalModel | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +26,7 @@ _MAX_COUNT = 50
 _TOO_LARGE = "{} is not shown: the request would be too large. Ask for it again to see it."
 _MAX_TEXT = 60_000
 """Characters of a text file that the model sees."""
+_TEXTS = frozenset({"application/json", "application/xml", "application/toml", "application/yaml"})
 _ABOUT_MEDIA = re.compile(r"image|audio|vision|multimodal|modalit|media|file|pdf", re.IGNORECASE)
 
 
@@ -125,10 +127,18 @@ def in_words(media: Media) -> str:
 
 
 def mcp_block(media: Media) -> dict[str, Any]:
-    """Return media as a content block of MCP."""
+    """Return media as a content block of MCP; a text file as its text."""
     kind = media.media_type.partition("/")[0]
-    if kind in ("image", "audio"):
+    if kind in ("image", "audio") and not media.uri:
         return {"type": kind, "data": media.base64, "mimeType": media.media_type}
-    uri = f"media:{media.digest[:16]}/{quote(media.name, safe='', errors='replace')}"
-    resource = {"uri": uri, "mimeType": media.media_type, "blob": media.base64}
-    return {"type": "resource", "resource": resource}
+    uri = media.uri or f"media:{media.digest[:16]}/{quote(media.name, safe='', errors='replace')}"
+    return {"type": "resource", "resource": mcp_contents(media, uri)}
+
+
+def mcp_contents(media: Media, uri: str) -> dict[str, Any]:
+    """Return media as the contents of an MCP resource."""
+    contents = {"uri": uri, "mimeType": media.media_type}
+    if media.media_type.startswith("text/") or media.media_type in _TEXTS:
+        with suppress(UnicodeDecodeError):
+            return {**contents, "text": media.data.decode()}
+    return {**contents, "blob": media.base64}

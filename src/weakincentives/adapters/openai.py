@@ -89,6 +89,9 @@ class ChatAdapter(Adapter):
         self._options = dict(options or {})
         self._media = MediaFilter(media)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.model}>"
+
     async def complete(self, request: ModelRequest) -> ModelTurn:
         return await self._media.ask(request, self._complete)
 

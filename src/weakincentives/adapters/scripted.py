@@ -67,6 +67,8 @@ class ScriptedAdapter(Adapter):
     needs_loop = False
 
     def __init__(self, turns: Iterable[Turn]) -> None:
+        if isinstance(turns, str):
+            raise TypeError(f"a script is a list of turns, got {turns!r}: write [{turns!r}]")
         self._turns = iter(turns)
         self._played = 0
         self._lock = threading.RLock()  # runs in several threads may share a script

@@ -47,7 +47,6 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     'wink approve k3f --deny "not on main"  # the model is told why',
     "wink approve --json                   # what waits for an answer",
     "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
-    more='In the documentation: "The commands", "Approvals, days later".',
 )
 def approve(
     run: Annotated[
@@ -63,7 +62,10 @@ def approve(
     database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what a run asks about, in progress here or waiting in a database, and answer it."""
+    """Answer what a run asks, from another terminal.
+
+    The run is in progress here, or waits in a database.
+    """
     if yes and deny is not None:
         raise Misuse("name only one of --yes and --deny")
     directory = existing_directory(workspace)

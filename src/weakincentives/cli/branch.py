@@ -42,7 +42,7 @@ from weakincentives.cli.options import (
 from weakincentives.cli.run import resume
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError, MergeConflict, WorkspaceLocked
-from weakincentives.text import harmless
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Branch, BranchInfo
@@ -53,7 +53,6 @@ WORKSPACE = "workspace"
 """Stands for the directory itself where a branch is named."""
 _MOST_PATHS = 20
 
-_PAGE = 'In the documentation: "Branches".'
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="A branch.", autocompletion=complete_branches)
 ]
@@ -64,7 +63,6 @@ Name = Annotated[
     "wink fork k3f/4 --name parser      # as just after this call; --before: before it",
     'wink resume parser "use a regex"   # continues there; the directory stays as it is',
     "wink branch merge parser           # when you like what it did",
-    more=_PAGE,
 )
 def fork(
     call: AnyCall = None,
@@ -74,7 +72,10 @@ def fork(
     ] = None,
     before: Before = False,
 ) -> None:
-    """Make a branch with the files, session and conversation as they were at a call, or now."""
+    """Make a branch that starts at a call, or from now.
+
+    It begins with the files, session and conversation at that point.
+    """
     from weakincentives.runtime.calls import Calls
     from weakincentives.runtime.forks import fork_call
 
@@ -119,7 +120,6 @@ def _last_call(calls: Calls) -> Call | None:
     "wink rerun k3f/4 --section your-work=my.txt # the model is asked again, with this text",
     "wink rerun k3f/4 --policy protect=src       # the same call under another rule",
     "wink branch diff m7x workspace              # how the two differ",
-    more=_PAGE,
 )
 def rerun(
     call: CallName,
@@ -155,9 +155,9 @@ def rerun(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Make a call again, changed, and continue from there on a branch.
+    """Make a call again, changed, and continue on a branch.
 
-    Everything before the call is as it was, without asking the model again. The turn stays if its
+    Everything before the call is kept, without asking the model again. The turn stays if its
     arguments or the rules change; if only the prompt or the model does, the model is asked again.
     """
     from weakincentives.runtime.calls import Calls
@@ -245,7 +245,7 @@ def _section(given: str) -> tuple[str, str]:
 
 
 def list_branches(workspace: Workspace = Path(), as_json: AsJson = False) -> None:
-    """List the branches: their runs, what they changed, and whether they are in use."""
+    """List the branches, their runs and changed files."""
     from weakincentives.runtime.calls import Calls
 
     calls = Calls(existing_directory(workspace))
@@ -294,7 +294,6 @@ def _age(seconds: float) -> str:
     "wink branch diff parser            # what it changed",
     "wink branch diff parser workspace  # how it differs from the directory now",
     "wink branch diff parser lexer      # how it differs from another branch",
-    more=_PAGE,
 )
 def diff(
     name: Name,
@@ -308,8 +307,12 @@ def diff(
     ] = None,
     workspace: Workspace = Path(),
     everything: Everything = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Show what a branch changed, as a patch for `git apply`; or how it differs from another."""
+    """Show the changes of a branch, as a patch for git.
+
+    Or how it differs from another branch, or from the directory.
+    """
     from weakincentives.filesystem import BranchHistory
 
     directory = existing_directory(workspace)
@@ -317,20 +320,20 @@ def diff(
     with BranchHistory(directory, _named(directory, name)) as history:
         if other is None:
             last = len(history.info.commits)
-            changes = history.diff_between(0, last, detail=files.is_shown, raw=True)
+            changes = history.diff_between(0, last, detail=files.is_shown, raw=not as_json)
         elif other == WORKSPACE:
             changes = history.diff_from_workspace(detail=files.is_shown)
         else:
             with BranchHistory(directory, _named(directory, other)) as second:
                 changes = history.diff_from(second, detail=files.is_shown)
-        return print_diff(changes, files)
+        return print_diff(changes, files, as_json=as_json)
 
 
 @examples(
     "wink branch merge parser --dry-run",
     "wink branch merge parser",
     "wink branch merge parser --prefer branch   # where both changed the same lines",
-    more=f"Nothing is merged if there are conflicts; wink undo undoes a merge. {_PAGE}",
+    more="Nothing is merged if there are conflicts; wink undo undoes a merge.",
 )
 def merge(
     name: Name,
@@ -345,30 +348,40 @@ def merge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the conflicts and what would change.")
     ] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Merge a branch into the directory, in one step that can be undone; then drop it."""
+    """Merge a branch into the directory, and drop it.
+
+    In one step that can be undone.
+    """
     from weakincentives.filesystem import drop_branch
 
     directory = existing_directory(workspace)
     _named(directory, name)
     with open_branch(directory, name) as branch:
         with branch.merging(prefer=_preference(prefer)) as plan:
-            for parts, why in sorted(plan.conflicts.items()):
-                say(f"{'/'.join(parts)} {why}")
+            conflicts = {"/".join(parts): why for parts, why in sorted(plan.conflicts.items())}
+            say(*(f"{path} {why}" for path, why in conflicts.items()))
             paths = plan.paths
             if plan.conflicts and prefer is None:
+                if as_json:
+                    echo(json.dumps({"merged": False, "conflicts": conflicts}))
                 say("nothing was merged: use --prefer, or let an agent of the branch resolve it")
                 return 1
         if not dry_run:
             paths = _merge(branch, directory, _preference(prefer))
             if keep:
                 branch.begin_anew()
-    verb = "would change" if dry_run else "changed"
-    echo(f"{verb} {len(paths)} paths" if paths else "nothing to merge")
-    for path in paths[:_MOST_PATHS]:
-        echo(f"  {harmless(path)}")
-    if len(paths) > _MOST_PATHS:
-        echo(f"  and {len(paths) - _MOST_PATHS} more")
+    if as_json:
+        done = {"merged": not dry_run and bool(paths), "dry_run": dry_run}
+        echo(json.dumps({**done, "paths": list(paths), "conflicts": conflicts}))
+    else:
+        verb = "would change" if dry_run else "changed"
+        echo(f"{verb} {counted(len(paths), 'path')}" if paths else "nothing to merge")
+        for path in paths[:_MOST_PATHS]:
+            echo(f"  {harmless(path)}")
+        if len(paths) > _MOST_PATHS:
+            echo(f"  and {len(paths) - _MOST_PATHS} more")
     if not dry_run and not keep:
         drop_branch(directory, name)
     return 0
@@ -409,7 +422,7 @@ def drop(
     ],
     workspace: Workspace = Path(),
 ) -> int:
-    """Remove branches and everything that only they hold. That cannot be undone."""
+    """Remove branches, which cannot be undone."""
     from weakincentives.filesystem import drop_branch
 
     directory, code = existing_directory(workspace), 0
@@ -429,7 +442,7 @@ def checkout(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     workspace: Workspace = Path(),
 ) -> None:
-    """Create a directory with the files of a branch: a copy, to look at with other programs."""
+    """Copy the files of a branch to a new directory."""
     from weakincentives.filesystem import BranchHistory
 
     root = existing_directory(workspace)

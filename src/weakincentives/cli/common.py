@@ -40,14 +40,14 @@ class InUse(Misuse):
     def __init__(self, error: WorkspaceLocked, what: str) -> None:
         self.pid = error.pid
         self.user = "another process" if error.pid is None else f"process {error.pid}"
-        super().__init__(f"{what} is in use by {self.user}: wait until it has ended, or stop it")
+        super().__init__(f"{what} is in use by {self.user}: wait for it to end, or stop it")
 
 
 # Output
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print lines; escape sequences in them are spelled out."""
+    """Print lines; escape sequences in them are escaped."""
     typer.echo(harmless(text, lines=True), err=err)
 
 
@@ -136,6 +136,15 @@ def find_run(workspace: Path, wanted: str) -> Run:
         raise Misuse(f'no run works on the branch {wanted}; wink run "..." --branch {wanted}')
     newest = f"the newest is {runs[-1].id}" if runs else "there are none yet"
     raise Misuse(f"no run {wanted!r} in {workspace}; {newest}")
+
+
+def last_run(workspace: Path) -> Run:
+    """Return the newest run of a directory, or raise Misuse."""
+    from weakincentives.runtime.calls import runs_of
+
+    for run in reversed(runs_of(workspace)):
+        return run
+    raise Misuse(f'no runs in {workspace} yet; start one: wink run "..."')
 
 
 def open_workspace(

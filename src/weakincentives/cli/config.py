@@ -196,7 +196,7 @@ def save_rule(workspace: Path, rule: ApprovalRule) -> None:
     settings = load_settings(workspace, environment={})
     digest = hashlib.sha256(before).hexdigest()
     if settings.needs_file and trust.approved().get(FILE_NAME) != digest:
-        raise Misuse(f"{FILE_NAME} was changed; review it, then run: wink policy approve")
+        raise Misuse(f"{FILE_NAME} was changed; review it, then run: wink policy trust")
     fields = {"tool": rule.tool, "path": rule.path, "command": list(rule.command)}
     lines = ["[[approve]]"]
     # JSON is TOML, for strings and lists of strings without rare control characters.

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,21 +20,18 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     find_run,
+    last_run,
     say,
     shortened,
 )
 from weakincentives.cli.database import is_named, open_runs
-from weakincentives.cli.options import DatabaseUrl, RunName, Workspace, complete_runs, run_argument
+from weakincentives.cli.options import AsJson, DatabaseUrl, Workspace, complete_runs, run_argument
 from weakincentives.cli.worker import where_to_look
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 
 if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
-
-_OPENS_WITHIN = 10.0
-"""Seconds; a browser that takes longer has opened the page, and stays in the foreground."""
-_PAGE = 'In the documentation: "Debugger".'
 
 
 # debug
@@ -43,7 +41,7 @@ _PAGE = 'In the documentation: "Debugger".'
     "wink debug                    # all runs and branches of the directory",
     "wink debug k3f                # one run: timeline, files, state, blame",
     "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
-    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
+    more="Runs in progress appear as they happen. Ctrl-C ends it.",
 )
 def debug(
     run: Annotated[
@@ -59,12 +57,14 @@ def debug(
     ] = False,
     database: DatabaseUrl = None,
 ) -> None:
-    """See every file and value at every call in the browser; undo, fork and rerun there.
+    """See every file and value at every call in the browser.
 
-    With a database of runs, the page shows the approvals that wait there, too.
+    Undo, fork and rerun there. With a database of runs, the page also shows the approvals that
+    wait there.
     """
     from weakincentives.debugger import serve
     from weakincentives.debugger.server import Actions
+    from weakincentives.programs import open_link
 
     directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id
@@ -91,34 +91,27 @@ def _has_browser() -> bool:
     return sys.platform != "linux" or any(os.environ.get(name) for name in displays)
 
 
-def open_link(link: str) -> bool:
-    """Open a link in the person's browser, which another process looks for: see ``programs``."""
-    import subprocess
-
-    from weakincentives.programs import safe_environment
-
-    program = "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))"
-    argv = [sys.executable, "-I", "-c", program, link]
-    opened = subprocess.Popen(argv, cwd="/", env=safe_environment(), stderr=subprocess.DEVNULL)
-    try:
-        return opened.wait(_OPENS_WITHIN) == 0
-    except subprocess.TimeoutExpired:
-        return True
-
-
 # export
 
 
 @examples(
+    "wink export                   # the last run, to RUN.html",
     "wink export k3f -o run.html",
     "wink export k3f -o run.html --changed-only --max-size 5",
-    more=f"The file opens from disk and makes no request. {_PAGE}",
+    more="The file opens from disk and makes no request.",
 )
 def export(
-    run: RunName,
+    run: Annotated[str | None, run_argument("Which run; by default the last.")] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write; by default the id of the run and .html, here.",
+            show_default=False,
+        ),
+    ] = None,
     workspace: Workspace = Path(),
     max_size: Annotated[
         float, typer.Option(metavar="MB", min=0.1, help="The largest size of the file.")
@@ -127,22 +120,27 @@ def export(
         bool, typer.Option("--changed-only", help="Leave out files that the run did not change.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write the page of a run to one HTML file with all its data: to keep, or to share.
+    """Write a run to one HTML file, to keep or to share.
 
     Secrets are replaced. Look at the file before you share it: no rule finds every secret.
     """
     from weakincentives.debugger import export_run
 
     directory = existing_directory(workspace)
+    found = last_run(directory) if run is None else find_run(directory, run)
     done = export_run(
         directory,
-        find_run(directory, run),
-        output,
+        found,
+        Path(f"{found.id}.html") if output is None else output,
         max_size=round(max_size * 1_000_000),
         changed_only=changed_only,
         force=force,
     )
+    if as_json:
+        echo(json.dumps({"run": found.id, **asdict(done), "path": str(done.path)}))
+        return
     files = counted(done.changed, "changed file")
     if done.unchanged:
         files += f" and {done.unchanged} that it did not change"
@@ -155,7 +153,6 @@ def export(
 
 _WIDEST = 60
 """Characters of a cell in a table."""
-Format = Literal["table", "json", "csv"]
 
 
 def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
@@ -166,9 +163,9 @@ def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
 @examples(
     "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
     'wink query "select tool, count(*), avg(duration) from calls group by tool"',
-    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
+    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --json",
     "wink query --schema",
-    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
+    more="Nothing is changed, and an agent can be running.",
 )
 def query(
     run: Annotated[
@@ -187,23 +184,26 @@ def query(
         ),
     ] = None,
     workspace: Workspace = Path(),
-    form: Annotated[
-        Format, typer.Option("--format", help="json prints one object per line.")
-    ] = "table",
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many rows at most.")] = 10_000,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="How long the statement may take.")
     ] = 10.0,
     schema: Annotated[bool, typer.Option("--schema", help="Print the tables and exit.")] = False,
 ) -> None:
-    """Ask about calls, changed files and events of runs in SQL; nothing is changed."""
+    """Query calls, changed files and events in SQL."""
     from weakincentives.debugger.query import query_run, schema_text
 
+    if as_json and as_csv:
+        raise Misuse("name only one of --json and --csv")
     if schema:
         echo(schema_text().removesuffix("\n"))
         return
     if sql is None:
         run, sql = None, run
+    elif run is not None and " " in run:
+        raise Misuse(f'name the run first: wink query {sql} "select ..."')
     if sql is None:
         raise Misuse('name a statement, such as "select * from calls"; --schema prints the tables')
     directory = existing_directory(workspace)
@@ -212,10 +212,10 @@ def query(
         answer = query_run(directory, sql, run=only, max_rows=limit, max_seconds=timeout)
     except QueryError as error:
         raise Misuse(str(error)) from error
-    if form == "csv":
+    if as_csv:
         _print_csv(answer)
     else:
-        for line in (_table if form == "table" else _json)(answer):
+        for line in (_json if as_json else _table)(answer):
             echo(line)
     if answer.is_cut:
         say(f"these are the first {counted(limit, 'row')}; --limit shows more")

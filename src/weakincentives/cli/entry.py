@@ -12,56 +12,70 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
     import typer
+    from typer.core import TyperGroup
 
 
-_COMMANDS = {
-    "demo": "demo.demo",
-    "run": "run.run",
-    "resume": "run.resume",
-    "send": "run.send",
-    "approve": "approve.approve",
-    "chat": "run.chat",
-    "exec": "exec.exec_program",
-    "log": "history.log",
-    "show": "history.show",
-    "diff": "history.diff",
-    "undo": "history.undo",
-    "rewind": "history.rewind",
-    "debug": "debug.debug",
-    "export": "debug.export",
-    "query": "debug.query",
-    "fork": "branch.fork",
-    "rerun": "branch.rerun",
-    "submit": "worker.submit",
-    "worker": "worker.worker",
-    "ps": "worker.ps",
-    "cancel": "worker.cancel",
-    "fetch": "worker.fetch",
-    "tools": "tools.tools",
-    "doctor": "doctor.doctor",
-    "gc": "gc.gc",
-    "mcp": "mcp.mcp",
-    "branch list": "branch.list_branches",
-    "branch diff": "branch.diff",
-    "branch merge": "branch.merge",
-    "branch drop": "branch.drop",
-    "branch checkout": "branch.checkout",
-    "policy check": "tools.check",
-    "policy approve": "tools.approve",
-    "hook claude-code": "hook.claude_code",
+SECTIONS = {
+    "Agents you already have": {
+        "hook claude-code": "hook.claude_code",
+        "exec": "exec.exec_program",
+        "mcp": "mcp.mcp",
+    },
+    "See and undo": {
+        "log": "history.log",
+        "show": "history.show",
+        "diff": "history.diff",
+        "undo": "history.undo",
+        "rewind": "history.rewind",
+        "debug": "debug.debug",
+        "export": "debug.export",
+        "query": "debug.query",
+    },
+    "Run an agent": {
+        "run": "run.run",
+        "chat": "run.chat",
+        "resume": "run.resume",
+        "send": "run.send",
+        "approve": "approve.approve",
+    },
+    "Branches": {
+        "fork": "branch.fork",
+        "rerun": "branch.rerun",
+        "branch list": "branch.list_branches",
+        "branch diff": "branch.diff",
+        "branch merge": "branch.merge",
+        "branch drop": "branch.drop",
+        "branch checkout": "branch.checkout",
+    },
+    "Background runs": {
+        "submit": "worker.submit",
+        "worker": "worker.worker",
+        "ps": "worker.ps",
+        "cancel": "worker.cancel",
+        "fetch": "worker.fetch",
+    },
+    "Set up": {
+        "demo": "demo.demo",
+        "doctor": "doctor.doctor",
+        "setup": "setup.setup",
+        "tools": "tools.tools",
+        "policy check": "tools.check",
+        "policy trust": "tools.trust",
+        "gc": "gc.gc",
+    },
 }
-"""Each command, and its function in a module of this package."""
+"""The sections of `wink --help`: each command, and its function in a module of this package."""
 _GROUPS = {
     "branch": "List, compare, merge, drop and check out branches.",
-    "policy": "Check and approve the rules of a directory.",
-    "hook": "Record what another vendor's agent does.",
+    "policy": "Check the rules of a directory, and trust its code.",
+    "hook": "Record every call of a coding agent.",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `wink` with the arguments, by default those of the process, and exit.
 
-    The exit code is 0 for success, 1 for failure, 2 for wrong use.
+    The exit code is 0 for success, 1 for failure, 2 for wrong use or a missing extra.
     """
     if arguments is None:
         # First of all: the workspace may be on the path, and must not shadow installed modules.
@@ -71,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         library = os.path.dirname(os.__file__)
         installed = library, f"{library}/lib-dynload", *site.getsitepackages()
         sys.path.sort(key=lambda each: each not in installed)
+        if any(os.path.isdir(each) for each in sys.path if each not in installed):
+            from weakincentives.programs import drop_planted_modules
+
+            drop_planted_modules()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: the next file opened would take its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end
@@ -84,26 +102,34 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "prompt_toolkit"):
             raise
-        _fail(f"{error.name} is missing; run: pip install 'wink-runtime[cli]'", 2)
+        from weakincentives.errors import MissingExtra
+
+        _fail(str(MissingExtra("cli", error.name)), 2)
 
 
 def _run(arguments: Sequence[str] | None) -> NoReturn:
     import typer
 
     from weakincentives.cli.common import Misuse
-    from weakincentives.errors import WinkError
+    from weakincentives.errors import MissingExtra, WinkError
 
+    words = sys.argv[1:] if arguments is None else arguments
     try:
+        if not words and "_WINK_COMPLETE" not in os.environ:
+            from weakincentives.cli.start import start
+
+            start()
+            sys.exit(0)
         # Typer's standalone mode would print boxes and tracebacks.
-        app = make_app(*(sys.argv[1:] if arguments is None else arguments)[:1])
+        app = make_app(*words[:1])
         sys.exit(app(arguments, standalone_mode=False) or 0)
     except typer.TyperException as error:
         message = error.format_message()
-        if message.startswith("Usage:"):  # called without arguments: this is the help
+        if message.startswith("Usage:"):  # a group without a command: this is its help
             typer.echo(message)
             sys.exit(2)
-        _fail(message, 2)
-    except Misuse as error:
+        _fail(f"{message.removesuffix('.')}; see: {_help_of(error)}", 2)
+    except (Misuse, MissingExtra) as error:
         _fail(str(error), 2)
     except typer.Abort:
         _fail("interrupted", 130)
@@ -113,6 +139,13 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
         sys.exit(1)
     except (WinkError, OSError) as error:
         _fail(str(error), 1)
+
+
+def _help_of(error: typer.TyperException) -> str:
+    """Return how to show the help of the command that was used wrongly."""
+    context = getattr(error, "ctx", None)
+    command = "wink" if context is None else f"wink {context.command_path.partition(' ')[2]}"
+    return f"{command.strip()} --help"
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -134,9 +167,11 @@ def make_app(called: str = "") -> typer.Typer:
 
     app = typer.Typer(
         name="wink",
-        help="Run an LLM agent's tools as transactions: committed, or rolled back completely.",
-        epilog="Start with `wink demo`, then `wink doctor` and `wink run --help`. "
-        "The documentation is in docs/ in the source distribution.",
+        cls=_in_sections(),
+        help="See and undo every change that a coding agent makes, or run one whose every call is "
+        "committed or rolled back as a whole.",
+        epilog="`wink` alone says what to do next in this directory; `wink COMMAND --help` has "
+        "examples.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # rich takes longer to load than the rest of `wink --help`
@@ -163,8 +198,9 @@ def make_app(called: str = "") -> typer.Typer:
         apps[name] = typer.Typer(help=sentence, no_args_is_help=True, rich_markup_mode=None)
         apps[name].callback()(lambda: None)  # or a group with one command would be that command
         app.add_typer(apps[name], name=name)
-    commands = {each: _COMMANDS[each] for each in _COMMANDS if each.split()[0] == called}
-    for words, place in (commands or _COMMANDS).items():
+    every = {name: place for names in SECTIONS.values() for name, place in names.items()}
+    chosen = {name: place for name, place in every.items() if name.split()[0] == called}
+    for words, place in (chosen or every).items():
         group, _, name = words.rpartition(" ")
         module, _, function = place.partition(".")
         command = getattr(import_module(f"weakincentives.cli.{module}"), function)
@@ -173,3 +209,26 @@ def make_app(called: str = "") -> typer.Typer:
         add = apps[group].command(name, epilog=EPILOGS.get(command), context_settings=context)
         add(expanded(command))
     return app
+
+
+def _in_sections() -> type[TyperGroup]:
+    """Return a group whose help lists the commands in sections, with their whole summaries."""
+    from typer.core import TyperGroup
+
+    class Sections(TyperGroup):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            for each in cast("list[Any]", self.params):
+                if each.name in ("install_completion", "show_completion"):
+                    each.hidden = True  # `wink setup` installs it
+            super().format_options(ctx, formatter)
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            for section, names in SECTIONS.items():
+                rows = {name.split()[0]: "" for name in names}
+                for name in rows:
+                    if (command := self.get_command(ctx, name)) is not None:
+                        rows[name] = command.get_short_help_str(1000)
+                with formatter.section(section):
+                    formatter.write_dl(list(rows.items()))
+
+    return Sections

@@ -49,8 +49,7 @@ _MOST_KEPT = 10
     "wink exec --checkpoint 60 -- npm run watch",
     more="The program has your terminal, and can do whatever you can: this is not a sandbox. What "
     "it does outside the directory is not rolled back. What a rollback drops is kept on a branch. "
-    "The exit code is the program's; 1 if its changes were refused. "
-    'In the documentation: "Any program as a transaction".',
+    "The exit code is the program's; 1 if its changes were refused.",
 )
 def exec_program(
     command: Annotated[
@@ -78,7 +77,10 @@ def exec_program(
     ] = "",
     policy: Policy = None,
 ) -> int:
-    """Run any program as one transaction: committed if it succeeds, rolled back if it fails."""
+    """Run any program as one transaction.
+
+    It is committed if the program succeeds, and rolled back if it fails.
+    """
     from weakincentives.cli.coding_agents import agent_in, check_is_inside
     from weakincentives.cli.config import load_settings
     from weakincentives.runtime.calls import begin_run

@@ -41,7 +41,7 @@ class _Limits(NamedTuple):
     more="By default the history keeps 90 days (in any case the newest 100 calls), 10,000 calls "
     "and 256 MiB; runs are kept for 90 days (in any case the newest 20), 1,000 of them and 256 "
     "MiB. The oldest go first. Never removed: the newest run, a run in use, an unfinished run of "
-    'the last 30 days, and whatever a branch needs. In the documentation: "Disk use".',
+    "the last 30 days, and whatever a branch needs.",
 )
 def gc(
     workspace: Workspace = Path(),
@@ -64,13 +64,13 @@ def gc(
         typer.Option(
             "--keep",
             metavar="SIZE",
-            help="Keep so much of the history, and of the runs: 50M, 1GiB. [default: 256MiB]",
+            help="Maximum size of the history, and of the runs: 50M, 1GiB. [default: 256MiB]",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what the history of a directory takes on the disk; remove what is old or unused."""
+    """Show and reduce the disk use of a directory's history."""
     from weakincentives.filesystem.prune import disk_usage
     from weakincentives.filesystem.store import Note, location_of
 

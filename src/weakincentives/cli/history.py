@@ -28,20 +28,19 @@ from weakincentives.cli.common import (
 )
 from weakincentives.cli.doctor import was_killed
 from weakincentives.cli.options import (
-    AnyCall,
     AsJson,
     Before,
     CallName,
     DatabaseUrl,
     Everything,
-    RunOption,
+    RunOrCall,
     Workspace,
     complete_calls,
     run_argument,
 )
 from weakincentives.cli.worker import where_to_look
 from weakincentives.errors import FilesystemError, SnapshotError, UndoRefused, WorkspaceLocked
-from weakincentives.text import harmless
+from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import CallChanges, Committed, FileChange, HostFilesystem
@@ -50,29 +49,31 @@ if TYPE_CHECKING:
     from weakincentives.runtime.rewind import Parts, Rewound
     from weakincentives.runtime.undo import Preview
 
-_PAGE = 'In the documentation: "History and undo".'
 _SEE = "`wink log` lists the calls"
 
 LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace later changes, too; the history still has them.")
+    bool, typer.Option("--force", help="Also replace later changes; the history still has them.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
+WithoutAsking = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask, on a terminal either.")
+]
 
 
 @examples(
     "wink log                      # the last calls, and what each changed",
-    "wink log --run k3f -n 0       # all calls of one run",
+    "wink log k3f -n 0             # all calls of one run",
     "wink log k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
     "wink log --json | jq .tool",
-    more=f"Works while an agent is running. {_PAGE}",
+    more="Works while an agent is running.",
 )
 def log(
-    name: Annotated[
-        str | None, run_argument("Only this run: as --run, or one of a database.")
+    run: Annotated[
+        str | None,
+        run_argument("Only this run: a prefix of its id, the letters at its end, or its branch."),
     ] = None,
     workspace: Workspace = Path(),
-    run: RunOption = None,
     database: DatabaseUrl = None,
     count: Annotated[
         int, typer.Option("-n", metavar="N", min=0, help="How many calls; 0 shows all.")
@@ -80,8 +81,7 @@ def log(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the calls on a directory by run, their outcomes, and what they changed."""
-    run = name if run is None else run
+    """List recent calls and what each changed."""
     if database is not None and run is None:
         raise Misuse("name a run; `wink ps --all` lists those of the database")
     workspace = where_to_look(run, workspace, database)
@@ -98,7 +98,11 @@ def log(
             echo(json.dumps(_summary(call, files)))
         return
     if not found:
-        echo(f"No calls yet in {calls.workspace}. Start with: wink run ...", err=True)
+        echo(
+            f"No calls are recorded in {calls.workspace} yet. To record those of a coding agent: "
+            "wink hook install AGENT, or: wink exec -- AGENT",
+            err=True,
+        )
     _print(_log_lines(found, calls, files))
 
 
@@ -108,7 +112,7 @@ def log(
     "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
     "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
     "wink show k3f/2 --export DIR  # all files as they were, in a new directory",
-    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
+    more="The directory is never changed, and an agent can be running.",
 )
 def show(
     call: Annotated[
@@ -129,7 +133,10 @@ def show(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one call: arguments, result, why it was denied, what it changed. Or past files."""
+    """Show one call, or files as they were at a call.
+
+    Of a call: its arguments, its result, why it was denied or rolled back, the files it changed.
+    """
     calls, files = _opened(workspace, everything)
     wanted, path = _call_and_path(calls, call)
     if path is not None or export is not None:
@@ -149,22 +156,22 @@ def show(
 @examples(
     "wink diff                     # all that the last run changed",
     "wink diff k3f/2               # one call; or --last: the last one",
-    "wink diff --run k3f | git apply --reverse",
-    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
-    "something: standard error says what.",
+    "wink diff k3f | git apply --reverse",
+    more="The exit code is 1 if there is nothing to show, and 3 if the patch lacks something: "
+    "standard error says what.",
 )
 def diff(
-    call: AnyCall = None,
+    named: RunOrCall = None,
     workspace: Workspace = Path(),
-    run: RunOption = None,
     last: LastCall = False,
     everything: Everything = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Show what the last run, or another run or call, changed in files: a patch for `git apply`."""
+    """Show the changes of a run or call, as a patch for git."""
     from weakincentives.runtime.undo import committed_of
 
     calls, files = _opened(workspace, everything)
-    chosen = [each for each in _chosen(calls, call, run, last=last) if each.committed]
+    chosen = [each for each in _chosen(calls, named, last=last) if each.committed]
     committed = committed_of(chosen)
     if not committed:
         say(_nothing_left(calls) or f"no files were changed here, or {_FORGOTTEN}; {_SEE}")
@@ -172,7 +179,8 @@ def diff(
     if all(each.is_undone for each in chosen):
         say(f"{_named(chosen)} is undone; this is what it changed")
     history = calls.history_on(chosen[-1].branch)
-    code = print_diff(history.diff(committed, detail=files.is_shown, raw=True), files)
+    found = history.diff(committed, detail=files.is_shown, raw=not as_json)
+    code = print_diff(found, files, as_json=as_json)
     later = [path for path, by in history.changed_since(committed).items() if not by]
     if later and was_killed(calls.workspace):
         say(_KILLED)
@@ -186,15 +194,15 @@ def diff(
     "wink undo --last              # only the last call",
     "wink undo k3f/2               # just this call",
     "wink undo --to k3f/2          # this call and everything after it",
-    "wink undo --run k3f --dry-run",
+    "wink undo k3f --dry-run",
     "wink undo undo_7              # undo an undo",
-    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE} The exit "
-    "code is 1 if nothing was undone, and 3 if something is left: standard error says what.",
+    more="On a terminal it first shows the changes, and asks. Only files are undone, not the "
+    "session of the run: see `wink rewind`. The exit code is 1 if nothing was undone, and 3 if "
+    "something is left: standard error says what.",
 )
 def undo(
-    call: AnyCall = None,
+    named: RunOrCall = None,
     workspace: Workspace = Path(),
-    run: RunOption = None,
     last: LastCall = False,
     to: Annotated[
         str | None,
@@ -207,35 +215,45 @@ def undo(
     ] = None,
     force: Force = False,
     dry_run: DryRun = False,
+    yes: WithoutAsking = False,
     everything: Everything = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
+    """Undo the file changes of a run or call.
+
+    An undo can be undone: it is a call itself.
+    """
     from weakincentives.runtime.undo import preview_undo
 
-    if to is not None and (last or call is not None or run is not None):
-        raise Misuse("name only one of CALL, --run, --last and --to")
+    if to is not None and (last or named is not None):
+        raise Misuse("name only one of a run or call, --last and --to")
     calls, files = _opened(workspace, everything)
     killed = was_killed(calls.workspace)
     if killed and not dry_run:
         calls = _recovered(calls, files)
-    chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
-    if call is not None and _undoes_rewind(calls, chosen[0]):
-        rewound = _Rewind(calls=calls, target=chosen[0], shown=files, before=True)
+    talk = _Talk(files, is_asking=not yes and not as_json and not dry_run, as_json=as_json)
+    chosen = _from(calls, to) if to is not None else _chosen(calls, named, last=last)
+    if named is not None and len(chosen) == 1 and _undoes_rewind(calls, chosen[0]):
+        rewound = _Rewind(calls=calls, target=chosen[0], talk=talk, before=True)
         return rewound.perform(force, dry_run)
     left = [each for each in chosen if each.committed and (to is not None or each.can_be_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
         say(f"nothing to undo: {_nothing_left(calls) or nothing}; {_SEE}")
         return 1
-    if not dry_run:
-        return _undo(calls, left, files, force=force)
-    if killed:
+    if killed and dry_run:
         say(_KILLED)  # the killed call's changes may be in the way
-    try:
-        found = preview_undo(calls, left, force=force or killed, detail=files.is_shown)
-    except UndoRefused as error:
-        return _refuse(calls, error.paths, left)
-    return _show_preview(found, files)
+    if dry_run or talk.is_asking:
+        are_in_the_way = force or (killed and dry_run)
+        try:
+            found = preview_undo(calls, left, force=are_in_the_way, detail=files.is_shown)
+        except UndoRefused as error:
+            return _refuse(calls, error.paths, left, talk)
+        if dry_run:
+            return talk.preview(found)
+        if not talk.confirmed(found, f"Undo {_named(left)}?"):
+            return 1
+    return _undo(calls, left, talk, force=force)
 
 
 @examples(
@@ -244,8 +262,8 @@ def undo(
     "wink rewind k3f/4 --dry-run   # only show what would change in files",
     "wink undo k3f/9               # undo the rewind, which is a call itself",
     'wink resume k3f "now with pytest"',
-    more=f"{_PAGE} The exit code is 3 if something is left as it was edited: standard error says "
-    "what.",
+    more="On a terminal it first shows the changes, and asks. The exit code is 3 if something is "
+    "left as it was edited: standard error says what.",
 )
 def rewind(
     call: CallName,
@@ -259,11 +277,13 @@ def rewind(
     ] = False,
     force: Force = False,
     dry_run: DryRun = False,
+    yes: WithoutAsking = False,
     everything: Everything = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Go back to just after a call: files, session and conversation of its run together.
+    """Go back to a call: files, session and conversation.
 
-    What you have edited since stays, and is listed. Calls after it can be reached again.
+    Your later edits stay, and are listed. Calls after it can be reached again.
     """
     if files_only and conversation_only:
         raise Misuse("name only one of --files-only and --conversation-only")
@@ -272,7 +292,8 @@ def rewind(
         calls = _recovered(calls, files)
     target = find_call(calls, call)
     parts = "files" if files_only else "conversation" if conversation_only else "all"
-    rewound = _Rewind(calls=calls, target=target, shown=files, before=before, parts=parts)
+    talk = _Talk(files, is_asking=not yes and not as_json and not dry_run, as_json=as_json)
+    rewound = _Rewind(calls=calls, target=target, talk=talk, before=before, parts=parts)
     return rewound.perform(force, dry_run)
 
 
@@ -352,7 +373,8 @@ def _numbered(calls: Calls, run: Run, number: str) -> Call:
     for call in found:
         if str(call.number) == number:
             return call
-    raise Misuse(f"the run {run.id} has {len(found)} calls; there is no call {number}")
+    has = f"only {counted(len(found), 'call')}" if found else "no calls"
+    raise Misuse(f"no call {number} in the run {run.id}, which has {has}")
 
 
 def _calls_of(calls: Calls, run: Run) -> list[Call]:
@@ -369,17 +391,38 @@ def _reading(run: Run) -> Generator[None]:
         raise Misuse(f"cannot read the run {run.id}: {error}") from error
 
 
-def _chosen(calls: Calls, call: str | None, run: str | None, *, last: bool) -> list[Call]:
+def _call_or_run(calls: Calls, named: str) -> Call | Run:
+    """Return a call or a run; a short number is always a call of the last run."""
+    is_call = "/" in named or (named.isdecimal() and len(named) < _DATE)
+    try:
+        return find_call(calls, named)
+    except Misuse:
+        if is_call:
+            raise
+    try:
+        return find_run(calls.workspace, named)
+    except Misuse as error:
+        if "matches" in str(error) or not named:
+            raise
+        raise Misuse(f"no run or call {named!r} in {calls.workspace}; {_SEE}") from error
+
+
+_DATE = 8
+"""Digits of the day with which the id of a run begins."""
+
+
+def _chosen(calls: Calls, named: str | None, *, last: bool) -> list[Call]:
     """Return a call, or those of a run, by default the last one that is not undone."""
-    from weakincentives.runtime.calls import in_place
+    from weakincentives.runtime.calls import Call, in_place
     from weakincentives.runtime.undo import calls_to_undo
 
-    if (call is not None) + (run is not None) + last > 1:
-        raise Misuse("name only one of CALL, --run and --last")
-    if call is not None:
-        return [find_call(calls, call)]
-    if run is not None:
-        with _reading(wanted := find_run(calls.workspace, run)):
+    if named is not None and last:
+        raise Misuse("name only one of a run or call, and --last")
+    if named is not None:
+        wanted = _call_or_run(calls, named)
+        if isinstance(wanted, Call):
+            return [wanted]
+        with _reading(wanted):
             return calls_to_undo(calls, wanted)
     if last:
         return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
@@ -409,7 +452,7 @@ def _named(chosen: Sequence[Call]) -> str:
     if run is None or len(chosen) == 1:
         return ", ".join(f"{each.name} {each.tool}".strip() for each in chosen[:3])
     title = f": {shortened(run.title, 60)}" if run.title else ""
-    return f"the run {run.mark} ({len(chosen)} calls{title})"
+    return f"the run {run.mark} ({counted(len(chosen), 'call')}{title})"
 
 
 def _joined(paths: Sequence[str]) -> str:
@@ -448,14 +491,57 @@ def _recovered(calls: Calls, shown: Files) -> Calls:
     return _opened(calls.workspace, shown.everything)[0]
 
 
-def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) -> int:
+class _Talk:
+    """How an undo or rewind is shown and asked about: on a terminal, in plain lines, or as JSON."""
+
+    def __init__(self, shown: Files, *, is_asking: bool, as_json: bool) -> None:
+        self.shown = shown
+        self.is_asking = is_asking and sys.stdin.isatty() and sys.stdout.isatty()
+        self.as_json = as_json
+
+    def preview(self, found: Preview) -> int:
+        """Print what would change, and what would stay; return the exit code."""
+        if self.as_json:
+            self.tell(dry_run=True, changes=found.changes, staying=list(found.staying))
+            return 0
+        self._staying(found)
+        if found.changes:
+            return print_diff(found.changes, self.shown)
+        echo("No files would change.", err=True)
+        return 0
+
+    def confirmed(self, found: Preview, question: str) -> bool:
+        """Show what will change, and ask."""
+        self._staying(found)
+        if not found.changes:
+            echo("No files will change.")
+        else:
+            _print([[("This changes:", "bold")], *self.shown.lines(found.changes)])
+        return typer.confirm(question, default=True)
+
+    def done(self, title: str, changes: Sequence[FileChange]) -> None:
+        """Say what was done; the files were listed already where it was asked about."""
+        lines: list[Line] = [[(title, "bold")]]
+        lines += [] if self.is_asking else self.shown.lines(changes)
+        _print(lines)
+
+    def tell(self, *, changes: Sequence[FileChange], **more: object) -> None:
+        files = [_file(each, self.shown) for each in changes]
+        echo(json.dumps({**more, "files": files}))
+
+    def _staying(self, found: Preview) -> None:
+        for path in found.staying:
+            say(f"{harmless(path)} was changed outside wink since, and would stay")
+
+
+def _undo(calls: Calls, chosen: Sequence[Call], talk: _Talk, *, force: bool) -> int:
     with _writable(calls.workspace, chosen[-1].branch) as files:
         say(*files.recovered)
         ids = [each.call_id for each in chosen]
         try:
             notes = files.undo(*ids, force=force)
         except UndoRefused as error:  # changed at this very moment
-            return _refuse(calls, error.paths, chosen)
+            return _refuse(calls, error.paths, chosen, talk)
         except FilesystemError as error:
             say(f"nothing was undone: {error}")
             return 1
@@ -463,26 +549,21 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
             say(f"nothing was undone: {error.strerror or error}")
             return 1
     say(*notes)
-    done = _newest(calls.workspace, chosen[-1].branch, shown)
+    done = _newest(calls.workspace, chosen[-1].branch, talk.shown)
     if done is None or done.call.undoes != tuple(ids):
         say("nothing was undone")
         return 1
-    _print([[(f"Undone: {_named(chosen)}", "bold")], *shown.lines(done.files)])
     where = f"{chosen[-1].branch}/" if chosen[-1].branch else ""
-    echo(f"To redo it: wink undo {where}{done.call.call_id}")
+    name, code = f"{where}{done.call.call_id}", _SOMETHING_LEFT if notes else 0
+    if talk.as_json:
+        undone = [each.name for each in chosen]
+        talk.tell(undone=undone, undo=name, notes=list(notes), changes=done.files)
+        return code
+    talk.done(f"Undone: {_named(chosen)}", done.files)
+    echo(f"To redo it: wink undo {name}")
     if any(each.run is not None for each in chosen):
-        echo("Only files were undone; the session of the run still has the call.")
-    return _SOMETHING_LEFT if notes else 0
-
-
-def _show_preview(found: Preview, shown: Files) -> int:
-    """Print what an undo or a rewind would change, and what would stay; return the exit code."""
-    for path in found.staying:
-        say(f"{harmless(path)} was changed outside wink since, and would stay")
-    if found.changes:
-        return print_diff(found.changes, shown)
-    echo("No files would change.", err=True)
-    return 0
+        echo("Only files were undone. The agent's conversation is unchanged.")
+    return code
 
 
 @contextmanager
@@ -508,15 +589,23 @@ def _newest(workspace: Path, branch: str, shown: Files) -> CallChanges | None:
 
 
 def _refuse(
-    calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call], what: str = "undone"
+    calls: Calls,
+    paths: Mapping[str, Sequence[str]],
+    chosen: Sequence[Call],
+    talk: _Talk,
+    what: str = "undone",
 ) -> int:
     names = calls.names()
+    if talk.as_json:
+        refused = {path: [names.get(each, each) for each in by] for path, by in paths.items()}
+        talk.tell(refused=refused, changes=())
+        return 1
     say(f"nothing was {what}: these files have changed since:")
     for path, by in list(paths.items())[:_MOST_FILES]:
-        who = ", ".join(names.get(each, each) for each in by) or "someone else, outside wink"
+        who = ", ".join(names.get(each, each) for each in by) or "a person or program outside wink"
         echo(f"  {harmless(path)}: changed by {who}", err=True)
     if len(paths) > _MOST_FILES:
-        echo(f"  and {len(paths) - _MOST_FILES} more files", err=True)
+        echo(f"  and {counted(len(paths) - _MOST_FILES, 'more file')}", err=True)
     if any(paths.values()):
         way = f"all of these calls with: wink undo --to {chosen[0].name}"
         echo(f"Undo {way if what == 'undone' else 'these calls first'}", err=True)
@@ -542,7 +631,7 @@ class _Rewind:
 
     calls: Calls
     target: Call
-    shown: Files
+    talk: _Talk
     before: bool
     parts: Parts = "all"
 
@@ -560,25 +649,31 @@ class _Rewind:
     def perform(self, force: bool, dry_run: bool) -> int:
         """Rewind, or show what would change; returns the exit code."""
         try:
-            return self._show(force) if dry_run else self._rewind(force)
+            if dry_run:
+                return self.talk.preview(self._preview(force))
+            if self.talk.is_asking:
+                where = "before" if self.before else "just after"
+                question = f"Rewind to {where} {self.target.name} {_tool(self.target)}?"
+                if not self.talk.confirmed(self._preview(force), question):
+                    return 1
+            return self._rewind(force)
         except UndoRefused as error:
-            return _refuse(self.calls, error.paths, [self.target], "rewound")
+            return _refuse(self.calls, error.paths, [self.target], self.talk, "rewound")
         except LookupError as error:
             raise Misuse(f"cannot rewind: {error.args[0]}") from error
 
-    def _show(self, force: bool) -> int:
+    def _preview(self, force: bool) -> Preview:
         from weakincentives.runtime.undo import preview_rewind
 
-        found = preview_rewind(
+        return preview_rewind(
             self.calls,
             self.target,
             self._run,
             before=self.before,
             parts=self.parts,
             force=force,
-            detail=self.shown.is_shown,
+            detail=self.talk.shown.is_shown,
         )
-        return _show_preview(found, self.shown)
 
     def _rewind(self, force: bool) -> int:
         from weakincentives.cli.agent import open_session
@@ -608,14 +703,16 @@ class _Rewind:
     def _report(self, done: Rewound) -> None:
         when = "before" if self.before else "after"
         only = "" if self.parts == "all" else f" ({self.parts} only)"
-        lines: list[Line] = [
-            [(f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}", "bold")]
-        ]
-        newest = _newest(self.calls.workspace, self._branch, self.shown)
-        if newest is not None and newest.call.call_id == done.call_id:
-            lines += self.shown.lines(newest.files)
-        _print(lines)
+        newest = _newest(self.calls.workspace, self._branch, self.talk.shown)
+        is_there = newest is not None and newest.call.call_id == done.call_id
+        changes = newest.files if newest is not None and is_there else ()
         mark = self._run.mark
+        if self.talk.as_json:
+            rewound = {"rewound_to": self.target.name, "before": self.before, "parts": self.parts}
+            call = f"{mark}/{done.number}"
+            self.talk.tell(**rewound, call=call, notes=list(done.notes), changes=changes)
+            return
+        self.talk.done(f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}", changes)
         echo(f"To undo the rewind: wink undo {mark}/{done.number}")
         if self.parts != "files" and self._run.data.about.get("kind") == "run":
             echo(f'To continue from here: wink resume {mark} "..."')
@@ -685,17 +782,18 @@ def _summary(call: Call, files: Files) -> dict[str, object]:
         "arguments": call.arguments,
         "outcome": call.outcome,
         "nested_in": None if call.outer is None else call.outer.name,
-        "files": [
-            {
-                "path": f.path,
-                "origin": f.origin,
-                "added": f.added,
-                "removed": f.removed,
-                "ignored": files.ignored(f.path),
-            }
-            for f in call.files
-        ],
+        "files": [_file(each, files) for each in call.files],
         "undoes": list(call.undoes),
+    }
+
+
+def _file(change: FileChange, files: Files) -> dict[str, object]:
+    return {
+        "path": change.path,
+        "origin": change.origin,
+        "added": change.added,
+        "removed": change.removed,
+        "ignored": files.ignored(change.path),
     }
 
 
@@ -841,9 +939,16 @@ def _print(lines: Iterable[Line]) -> None:
         console.print(Text.assemble(*((harmless(text, lines=True), style) for text, style in line)))
 
 
-def print_diff(changes: Sequence[FileChange], files: Files) -> int:
-    """Print a patch, and on standard error what it lacks; return the exit code."""
-    if sys.stdout.isatty():
+def print_diff(changes: Sequence[FileChange], files: Files, *, as_json: bool = False) -> int:
+    """Print a patch, and on standard error what it lacks; return the exit code.
+
+    As JSON: one object per file, with its part of the patch.
+    """
+    if as_json:
+        for each in changes:
+            more = {"note": each.note, "complete": each.is_complete, "patch": each.text}
+            echo(json.dumps({**_file(each, files), **more}))
+    elif sys.stdout.isatty():
         texts = (_without_binary(change) for change in changes)
         _print([(line, diff_style(line))] for text in texts for line in text.split("\n")[:-1])
     else:  # byte for byte, for `git apply`

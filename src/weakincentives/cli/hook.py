@@ -63,7 +63,7 @@ _NO_END = (
     "wink log                            # afterwards: every tool that Claude Code has used",
     more="Claude Code starts it, with a JSON object on standard input. To have the hooks in every "
     'session, add them to the "hooks" in .claude/settings.json by hand; do not write the output '
-    'over that file. In the documentation: "Claude Code with hooks".',
+    "over that file.",
 )
 def claude_code(
     workspace: Annotated[
@@ -80,7 +80,7 @@ def claude_code(
         typer.Option("--print-settings", help="Print the hooks for Claude Code's settings."),
     ] = False,
 ) -> None:
-    """Record every tool that Claude Code uses as one call, which `wink undo` undoes."""
+    """Record every call of Claude Code, to undo each."""
     if print_settings:
         echo(json.dumps(_settings(workspace), indent=2))
         return

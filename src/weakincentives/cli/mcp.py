@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
     more="Several servers can work on one directory, and so can `wink run`: their calls take "
-    "turns. --in-place keeps others out.\n\n"
-    'In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
-    'up a client".',
+    "turns. --in-place keeps others out.",
 )
 def mcp(
     specs: Annotated[
@@ -99,7 +97,7 @@ def mcp(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
+    """Serve the tools of a directory to MCP clients."""
     from weakincentives.cli.config import load_settings
     from weakincentives.mcp.stdio import claimed_wire
     from weakincentives.runtime import configure_logging

@@ -41,6 +41,10 @@ def complete_calls(context: typer.Context, incomplete: str) -> list[str]:
     return []
 
 
+def complete_runs_and_calls(context: typer.Context, incomplete: str) -> list[str]:
+    return [*complete_runs(context, incomplete), *complete_calls(context, incomplete)]
+
+
 def complete_branches(context: typer.Context, incomplete: str) -> list[str]:
     from weakincentives.filesystem import branches_of
 
@@ -104,6 +108,16 @@ _CALL = typer.Argument(
 )
 CallName = Annotated[str, _CALL]
 AnyCall = Annotated[str | None, _CALL]
+RunOrCall = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN|CALL",
+        help="A run (a prefix of its id, the letters at its end, or its branch) or a call (RUN/N, "
+        "N of the last run, or its id). By default the last run.",
+        autocompletion=complete_runs_and_calls,
+        show_default=False,
+    ),
+]
 RunName = Annotated[str, run_argument(_NAMED_RUN)]
 DurableRunName = Annotated[str, run_argument(_NAMED_RUN, complete_durable_runs)]
 Task = Annotated[
@@ -131,9 +145,7 @@ AskElsewhere = Annotated[
 ]
 InPlace = Annotated[
     bool,
-    typer.Option(
-        "--in-place", help="Have the directory to yourself: nobody else may work there meanwhile."
-    ),
+    typer.Option("--in-place", help="Lock the directory for this run."),
 ]
 BranchName = Annotated[
     str | None,
@@ -165,7 +177,7 @@ RunOption = Annotated[
 Before = Annotated[bool, typer.Option("--before", help="Before the call instead of after it.")]
 Everything = Annotated[
     bool,
-    typer.Option("--all", "--ignored", help="Show ignored files, too, and long lists in full."),
+    typer.Option("--all", "--ignored", help="Also show ignored files, and long lists in full."),
 ]
 DatabaseUrl = Annotated[
     str | None,

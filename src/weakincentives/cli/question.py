@@ -138,6 +138,15 @@ def ask_here(request: ApprovalRequest, is_over: Callable[[], bool]) -> Approval:
 
 
 _ANSWERS = {"y": "yes", "n": "no", "r": "no with a reason"}
+_HELP = {
+    "y": "run the call",
+    "n": "do not run it; the model is told that you denied it",
+    "r": "do not run it; the model reads your reason",
+    "e": "change an argument first, then answer",
+    "a": "run it, and from now on all calls like it: you choose which",
+    "v": "show every argument in full, and those with their default value",
+}
+"""What each answer does. Arguments that have their default value are not in the question."""
 
 
 def _answer(request: ApprovalRequest, talk: _Talk, answers: Mapping[str, str]) -> str:
@@ -231,7 +240,8 @@ class _Talk:
         for line in question:
             is_diff = line == _CHANGE or (is_diff and line.startswith("    "))
             self.say(line, style=diff_style(line[len(_GUTTER) :]) if is_diff else "")
-        words, keys = ", ".join(answers.values()), f"[{'/'.join(answers)}]? "
+        keys = [*answers, "?"] if answers.keys() & _HELP.keys() else [*answers]
+        words, keys = ", ".join(answers.values()), f"[{'/'.join(keys)}]? "
         is_narrow = len(words) + len(keys) + 8 > _terminal_size()[0]
         choices = f"{words}\n{keys}" if is_narrow else f"{words} {keys}"
         while True:
@@ -239,6 +249,9 @@ class _Talk:
             for key, answer in answers.items():
                 if said in (key, answer):
                     return key
+            if said == "?":
+                for key, answer in answers.items():
+                    self.say(f"  {key}  {answer}: {_HELP.get(key, answer)}")
 
     def line(self, label: str) -> str:
         """Return a line that a person types; what was typed before, or pasted, does not count.
@@ -344,6 +357,7 @@ _GUTTER, _WRAPPED = "    | ", "    : "
 So no line begins with text from a model, which could imitate an argument or the question.
 """
 _CHANGE = "  the change:"
+_PROMPT = "  $ "
 _FIRST, _LAST = 10, 4
 """Lines shown of a long value."""
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
@@ -353,23 +367,24 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 class Question:
     lines: tuple[str, ...]
     hidden: int = 0
-    """How many lines, or arguments that are in the diff, are hidden; the lines say so."""
+    """How many lines, or arguments that the diff shows, are hidden."""
 
 
 def question(request: ApprovalRequest, *, width: int, height: int | None) -> Question:
     """Return the question about a call; with a height, long values are cut and marked."""
     width = max(width, 40)
     preview = request.preview
-    in_diff = () if height is None else preview.in_diff
+    left_out = () if height is None else {*preview.in_diff, *request.defaults}
     blocks = [list(_diff_lines(preview.diff, width))]
     for name, value in request.arguments.items():
-        is_shown = name in in_diff
-        blocks.append(
-            [f"  {name}: in the diff"] if is_shown else list(_value_lines(name, value, width))
-        )
-    blocks.append(list(_fact_lines(preview.facts, width)))
+        if preview.script and name == preview.script and isinstance(value, str):
+            blocks.append(list(_script_lines(value, width)))
+        elif name not in left_out:
+            blocks.append(list(_value_lines(name, value, width)))
+    blocks.append(list(_fact_lines(preview.facts, width, is_short=height is not None)))
     everything = [line for lines in blocks for line in lines] or ["  no arguments"]
     if height is None or len(everything) + 2 <= height:
+        in_diff = () if height is None else preview.in_diff
         return Question((request.question, *everything), len(in_diff))
     room = max(height - 4, _FIRST + _LAST + 2)
     shown = [line for lines in blocks for line in _cut(lines)][:room]
@@ -387,10 +402,26 @@ def _diff_lines(diff: str, width: int) -> Iterator[str]:
         yield from _block(visible(diff.replace("\\", "\\\\")).rstrip("\n").split("\n"), width)
 
 
-def _fact_lines(facts: Mapping[str, str], width: int) -> Iterator[str]:
+def _fact_lines(facts: Mapping[str, str], width: int, *, is_short: bool) -> Iterator[str]:
     if facts:
         yield "  what it can reach:"
-        yield from _block([harmless(f"{name}: {text}") for name, text in facts.items()], width)
+        told = [harmless(f"{name}: {text}") for name, text in facts.items()]
+        yield from _block(["; ".join(told)] if is_short else told, width)
+
+
+def _script_lines(text: str, width: int) -> Iterator[str]:
+    """Yield a command as one types it; backslashes are doubled, as in all texts here."""
+    from rich.cells import chop_cells
+
+    lines = visible(text.replace("\\", "\\\\")).split("\n")
+    if len(lines) > 1:
+        yield f"{_PROMPT}({_count(lines)}):"
+        yield from _block(lines, width)
+        return
+    start = _PROMPT
+    for piece in chop_cells(lines[0], width - len(_GUTTER) - 1) or [""]:
+        yield f"{start}{piece}"
+        start = _WRAPPED
 
 
 _MARK = "    ... "

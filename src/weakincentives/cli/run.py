@@ -44,8 +44,7 @@ KIND = "run"
     'echo "tidy up" | wink run - --model local --json',
     'wink run "fix the bug" --attempts 4 --judge "pytest -q"   # merges the best',
     'wink run "try the new parser" --branch parser --no-merge   # leaves the directory alone',
-    more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.\n"
-    'In the documentation: "The commands".',
+    more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.",
 )
 def run(
     task: Task,
@@ -81,7 +80,10 @@ def run(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Let an agent work on a directory. Each call is committed or rolled back as a whole."""
+    """Let an agent work on a directory.
+
+    Each call is committed or rolled back as a whole.
+    """
     from weakincentives.cli.config import load_settings
 
     if in_place and (branch or no_merge):
@@ -165,7 +167,7 @@ def _attached(paths: list[Path] | None) -> Sequence[Media]:
     "wink resume                              # the last run that has not finished",
     "wink resume 20261116-0630                # this one; a prefix of the id is enough",
     'wink resume 20261116-0630 "now the docs"',
-    more='In the documentation: "The commands".',
+    'wink resume "now the docs"               # the last one; a message has a space, an id has not',
 )
 def resume(
     run_id: Annotated[
@@ -173,7 +175,9 @@ def resume(
     ] = None,
     message: Annotated[
         str | None,
-        typer.Argument(metavar="MESSAGE", help="What to tell the model; a finished run needs it."),
+        typer.Argument(
+            metavar="MESSAGE", help="What to tell the model; required for a finished run."
+        ),
     ] = None,
     workspace: Workspace = Path(),
     *,
@@ -185,7 +189,7 @@ def resume(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Resume a run that was interrupted, failed or killed, or continue one that has finished."""
+    """Resume an interrupted run, or continue a finished one."""
     from weakincentives.cli.config import load_settings
 
     if run_id is not None and message is None and " " in run_id:
@@ -215,7 +219,6 @@ def resume(
     "wink chat --resume k3f -w ~/project",
     "wink chat --branch parser                # the directory changes when you type /merge",
     "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
-    more='In the documentation: "A conversation".',
 )
 def chat(
     run_id: Annotated[
@@ -233,7 +236,10 @@ def chat(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Talk with an agent that works on a directory. Type /help for the commands."""
+    """Talk with an agent that works on a directory.
+
+    Type /help for the commands.
+    """
     from weakincentives.cli.chat import Chat
     from weakincentives.cli.config import load_settings
 
@@ -259,25 +265,35 @@ def chat(
 
 @examples(
     'wink send "use pytest, not unittest"     # to the run in progress on this directory',
-    'wink send "leave the docs" k3f -w ~/project',
+    'wink send k3f "leave the docs" -w ~/project',
     "git diff | wink send -",
-    more='In the documentation: "The commands".',
 )
 def send(
-    message: Annotated[
-        str,
-        typer.Argument(metavar="MESSAGE", help="What to say; - reads it from standard input."),
-    ],
     run_id: Annotated[
         str | None, run_argument("Which run; by default the one in progress.")
     ] = None,
+    message: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MESSAGE",
+            help="What to say; - reads it from standard input.",
+            show_default=False,
+        ),
+    ] = None,
     workspace: Workspace = Path(),
 ) -> None:
-    """Send a message to a run in progress; the model reads it before its next turn."""
+    """Send a message to a run in progress.
+
+    The model reads it before its next turn.
+    """
     from weakincentives.runtime import Inbox, SavedSession
     from weakincentives.runtime.calls import runs_of
 
-    message = text_of(message, 'the message is empty: wink send "..."')
+    if message is None:
+        run_id, message = None, run_id
+    elif run_id is not None and " " in run_id:
+        raise Misuse(f'name the run first: wink send {message} "..."')
+    message = text_of(message or "", 'give a message: wink send "..."')
     directory = existing_directory(workspace)
     runs = runs_of(directory)[::-1] if run_id is None else [find_run(directory, run_id)]
     for run in runs:

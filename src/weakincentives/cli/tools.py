@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "wink tools                    # all tools, with their reach",
     "wink tools edit_file          # its parameters, examples and policies",
     "wink tools --json | jq .name",
-    more='wink.toml selects the tools. In the documentation: "The commands", "Policies".',
+    more="wink.toml selects the tools.",
 )
 def tools(
     name: Annotated[
@@ -66,8 +66,7 @@ def tools(
     "wink policy check                  # is wink.toml valid? which policies apply?",
     'wink policy check write_file \'{"path": ".env", "content": ""}\'',
     'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
-    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
-    'In the documentation: "Policies".',
+    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.",
 )
 def check(
     tool: Annotated[
@@ -85,10 +84,12 @@ def check(
     workspace: Workspace = Path(),
     policy: Policy = None,
     run: RunOption = None,
+    as_json: AsJson = False,
 ) -> int:
-    """Tell whether a call would be allowed, and which policy denies it. Nothing is run.
+    """Tell whether a call would be allowed.
 
-    With --run, policies know what that run has read and called.
+    And which policy denies it. Nothing is run. With --run, policies know what that run has read
+    and called.
     """
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.workbench import preview
@@ -98,10 +99,14 @@ def check(
     with preview(settings, session) as workbench:
         offers = workbench.offers
         if tool is None:
-            _list_policies(settings, offers.values())
+            _list_policies(settings, offers.values(), as_json=as_json)
             return 0
         offer = _named(offers, tool)
         denial, notes = _verdict(offer, _parsed(offer, arguments), workbench)
+    if as_json:
+        answer = {"tool": tool, "allowed": denial is None, "denied_by": denial, "notes": notes}
+        echo(json.dumps(answer))
+        return 0 if denial is None else 1
     for note in notes:
         echo(harmless(note))
     verdict = "is allowed." if denial is None else f"is denied by {denial}"
@@ -110,10 +115,10 @@ def check(
 
 
 @examples(
-    "wink policy approve                # shows the files that wink.toml names, and asks",
-    "wink policy approve --yes -w DIR   # in a script of your own",
+    "wink policy trust                # shows the files that wink.toml names, and asks",
+    "wink policy trust --yes -w DIR   # in a script of your own",
 )
-def approve(
+def trust(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -125,15 +130,18 @@ def approve(
     workspace: Workspace = Path(),
     yes: Yes = False,
 ) -> int:
-    """Approve the settings and code of a directory that run outside the sandbox."""
+    """Trust the code that a directory's settings name.
+
+    It runs outside the sandbox. You are asked again after every change to it.
+    """
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.trust import APPROVE, is_interactive, trust_of
 
     settings = load_settings(workspace)
-    trust = trust_of(settings.workspace)
-    found = trust.missing(settings, files or ())
+    approvals = trust_of(settings.workspace)
+    found = approvals.missing(settings, files or ())
     if not found:
-        echo("There is nothing to approve.")
+        echo("There is nothing to trust.")
         return 0
     for each in found:
         echo(str(each))
@@ -141,8 +149,8 @@ def approve(
         raise Misuse("there is no terminal to ask at; review these files, then add --yes")
     if not yes and not typer.confirm(APPROVE):
         return 1
-    trust.approve(found)
-    echo("Approved until they change.")
+    approvals.approve(found)
+    echo("Trusted until they change.")
     return 0
 
 
@@ -219,9 +227,10 @@ def _indented(value: object) -> str:
     return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
-def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
+def _list_policies(settings: Settings, offers: Collection[Offer], *, as_json: bool) -> None:
     file = settings.workspace / FILE_NAME
-    echo(f"{file}: {'valid' if file.exists() else 'no such file; using the defaults'}")
+    if not as_json:
+        echo(f"{file}: {'valid' if file.exists() else 'no such file; using the defaults'}")
     governed: dict[str, list[str]] = {}
     purposes: dict[str, str] = {}
     approved: dict[str, Sequence[object]] = {}
@@ -232,6 +241,11 @@ def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
             purposes[policy.name] = " ".join(document.strip().split("\n\n")[0].split())
             approved[policy.name] = getattr(policy.policy, "approved", ())
     for name, names in governed.items():
+        if as_json:
+            rules = [str(rule) for rule in approved[name]]
+            more = {"purpose": purposes[name], "tools": names, "approved": rules}
+            echo(json.dumps({"policy": name, **more}))
+            continue
         which = "all tools" if len(names) == len(offers) else ", ".join(names)
         echo(f"{name}: {purposes[name]}" if purposes[name] else name)
         echo(f"  applies to {which}")

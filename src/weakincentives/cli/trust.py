@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
-from weakincentives.state import Seals, our_code, our_environment, state_directory
+from weakincentives.state import Seals, module_path, our_code, our_environment, state_directory
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Trust:
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
         raise Misuse(
             f"not approved: {names}. These files run code outside the sandbox, or lift a "
-            f"protection. Review them, then run: wink policy approve -w {self.workspace}"
+            f"protection. Review them, then run: wink policy trust -w {self.workspace}"
         )
 
     def _files_of(self, spec: str) -> list[Path]:
@@ -165,7 +165,7 @@ class Trust:
             if not self._approves([found]):
                 raise NotApproved(
                     f"{found.name} is not approved ({found.state}). Review it, then run: wink "
-                    f"policy approve {found.name} -w {self.workspace}"
+                    f"policy trust {found.name} -w {self.workspace}"
                 )
             self.approve([found])
         return data
@@ -260,8 +260,9 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         entries = [each or os.getcwd() for each in (sys.path if path is None else path)]
-        inside = [each for each in entries if self._trust.covers(each)]
-        outside = [each for each in entries if each not in inside]
+        outside = [each for each in entries if not self._trust.covers(each)]
+        places = _path() if path is None else entries
+        inside = [each for each in places if self._trust.covers(each)]
         for finder in sys.meta_path:
             if isinstance(finder, _Finder):
                 continue
@@ -285,6 +286,11 @@ class _Finder:
         assert checked is not None
         checked.cached = None
         return checked
+
+
+def _path() -> list[str]:
+    """Return where modules are looked for, and what `wink` has left out: see ``programs``."""
+    return list(dict.fromkeys((*(each or os.getcwd() for each in sys.path), *module_path())))
 
 
 # Imports, as far as the source shows them
@@ -324,7 +330,7 @@ def _sources(name: str, trust: Trust, importer: Path | None) -> Iterator[Path]:
     """Yield the files of the workspace that a module and its packages may come from."""
     dots = len(name) - len(name.lstrip("."))
     parts = [part for part in name.lstrip(".").split(".") if part]
-    tops = [Path(each or os.getcwd()) for each in sys.path if trust.covers(each or os.getcwd())]
+    tops = [Path(each) for each in _path() if trust.covers(each)]
     if importer is not None:
         tops.append(importer.parent)
     tops.append(trust.workspace)

@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.stores.database import Database
     from weakincentives.runtime.stores.saves import SavedSessionData
 
-_PAGE = 'In the documentation: "Runs that survive processes and machines".'
-
 
 LOOK = 0.5
 """Seconds between two looks at a run that is waited for."""
@@ -92,7 +90,7 @@ _SEEN = 60.0
     'wink submit "try the new parser" --no-merge        # the changes stay on a branch',
     'wink submit "port it" --anywhere                   # any machine may work on a copy',
     'echo "tidy up" | wink submit - --database postgresql://wink@db/wink',
-    more=f"A worker performs it: see `wink worker --help`.\n\n{_PAGE}",
+    more="A worker performs it: see `wink worker --help`.",
 )
 def submit(
     task: Task,
@@ -122,7 +120,10 @@ def submit(
     machine: Machine = None,
     as_json: AsJson = False,
 ) -> int:
-    """Queue a run for a worker. It survives the death of processes and machines."""
+    """Queue a run for a worker.
+
+    It survives the death of processes and machines.
+    """
     from weakincentives.cli.config import load_settings
 
     task = text_of(task, 'the task is empty: wink submit "..."')
@@ -241,7 +242,7 @@ def _watch(runs: Runs, run: DurableRun, *, as_json: bool) -> int:
     "wink worker --jobs 4 --database postgresql://wink@db/wink",
     "wink worker --objects s3://bucket/wink                  # runs of any machine, too",
     more="Any number of workers can run, on any number of machines. Ctrl-C stops one: its runs "
-    f"continue elsewhere.\n\n{_PAGE}",
+    "continue elsewhere.",
 )
 def worker(
     database: DatabaseUrl = None,
@@ -261,7 +262,7 @@ def worker(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> int:
-    """Perform the runs that were submitted to a database, until it is stopped."""
+    """Perform queued runs until it is stopped."""
     from importlib.util import find_spec
 
     from weakincentives.runtime import configure_logging
@@ -364,7 +365,6 @@ def _stopped_by_signals(stop: Callable[[], object]) -> Generator[list[int]]:
 @examples(
     "wink ps                       # what is queued, running, or waits for you",
     "wink ps --all --json",
-    more=_PAGE,
 )
 def ps(
     database: DatabaseUrl = None,
@@ -373,7 +373,7 @@ def ps(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of a database: queued, running, or waiting for a person."""
+    """List queued, running and waiting runs."""
     from weakincentives.durable.runs import UNFINISHED
 
     with open_runs(database, must_exist=True) as runs:
@@ -427,9 +427,12 @@ def _footer(runs: Runs) -> None:
 # cancel
 
 
-@examples("wink cancel k3f", more=f"Its changes are not merged.\n\n{_PAGE}")
+@examples("wink cancel k3f")
 def cancel(run: DurableRunName, database: DatabaseUrl = None) -> None:
-    """Cancel a run. A worker stops it before its next step; its changes are not merged."""
+    """Cancel a background run.
+
+    A worker stops it before its next step; its changes are not merged.
+    """
     with open_runs(database, must_exist=True) as runs:
         found = runs.cancel(runs.find(run).id)
         say(f"cancelled: {found.id}")
@@ -440,9 +443,8 @@ def cancel(run: DurableRunName, database: DatabaseUrl = None) -> None:
 
 @examples(
     "wink fetch k3f                     # into the directory that it was submitted from",
-    "wink diff --run k3f                # what it changed; then: wink branch merge k3f",
+    "wink diff k3f                      # what it changed; then: wink branch merge k3f",
     "wink fetch k3f --into ~/copy       # elsewhere: a new directory with its base",
-    more=_PAGE,
 )
 def fetch(
     run: DurableRunName,
@@ -467,7 +469,10 @@ def fetch(
     objects: Objects = None,
     machine: Machine = None,
 ) -> None:
-    """Bring a run here as a run on a branch: to look at, compare, continue or merge."""
+    """Bring a background run here, on a branch.
+
+    To look at, compare, continue or merge.
+    """
     if workspace is not None and into is not None:
         raise Misuse("name only one of --workspace and --into")
     with open_runs(database, must_exist=True) as runs:
@@ -482,7 +487,7 @@ def fetch(
         calls = counted(made.calls, "change") if made.calls else "no changes"
         echo(f"{made.run.id}: {calls} on the branch {made.branch} of {place}")
         where = "" if place == Path.cwd() else f" -w {place}"
-        say(f"wink log --run {made.run.mark}{where}; wink branch merge {made.branch}{where}")
+        say(f"wink log {made.run.mark}{where}; wink branch merge {made.branch}{where}")
 
 
 def where_to_look(run: str | None, workspace: Path, database: str | None) -> Path:

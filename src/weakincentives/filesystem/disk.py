@@ -169,6 +169,10 @@ class HostFilesystem(OnDisk):
         self.recovered: tuple[str, ...] = workspace.recovered
         """A sentence for each thing that recovery could not restore."""
 
+    def __repr__(self) -> str:
+        kind = "HostFilesystem" if self._parent is None else "view of HostFilesystem"
+        return f"<{kind} {self.root}>"
+
     @property
     def gate(self) -> Gate:
         """Held by the call that works in place; others wait."""

@@ -103,6 +103,10 @@ class _Snapshot:
     """Identifies the view without keeping it alive."""
 
 
+_MOST_NAMED = 8
+"""Names shown in the repr."""
+
+
 class MemoryFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` that lives in memory.
 
@@ -147,6 +151,11 @@ class MemoryFilesystem(Filesystem):
             self._put(path, encode_text(content, path) if isinstance(content, str) else content)
         for path in readonly:
             self._set_readonly(path, True)
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(self._look.root.children)[:_MOST_NAMED])
+        more = len(self._look.root.children) - _MOST_NAMED
+        return f"<MemoryFilesystem: {names or 'empty'}{f' and {more} more' if more > 0 else ''}>"
 
     def _stat(self, path: str, node: _Node) -> FileStat:
         if isinstance(node, _File):

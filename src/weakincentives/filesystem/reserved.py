@@ -19,7 +19,7 @@ from weakincentives.filesystem.layers import Disk, Layer, Look, Node, node_at, w
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
-from weakincentives.state import our_code, our_environment, our_secrets
+from weakincentives.state import module_places, our_code, our_environment, our_secrets
 
 # In a git directory: hooks and settings, or where git finds them.
 _CODE = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})
@@ -29,6 +29,9 @@ _SPELLED = {"head": "HEAD"}
 # In a git directory: below these, any name may be that of a branch or an object.
 _CONTENT = frozenset({"refs", "logs", "objects"})
 _FILES = frozenset({"wink.toml", ".gitmodules", ".gitconfig"})
+
+# Where we look for modules: what Python runs before anything of ours, from a file or a package.
+_FIRST = re.compile(r"(sitecustomize|usercustomize)(\..*)?", re.IGNORECASE).fullmatch
 
 _names = "|".join(re.escape(name) for name in sorted({".git", *_CODE, *_STRUCTURE, *_FILES}))
 _suspect = re.compile(rf"(?:^|/)(?:{_names}|\.[^/]+\.wink)(?:/|$)", re.IGNORECASE).search
@@ -65,6 +68,10 @@ class Reserved:
         """Paths that are protected with everything below them, whatever their names."""
         if any(root.is_relative_to(each) for each in our_code()):
             self.trees = ((),)  # the workspace is in our code
+        self._modules = tuple(
+            each.relative_to(root).parts for each in module_places() if each.is_relative_to(root)
+        )
+        """Where we look for modules, as when a project is installed beside us to be edited."""
         self.unprotected = tuple(unprotected)
         self._allowed = PathPatterns(unprotected)
 
@@ -79,7 +86,7 @@ class Reserved:
             look: What is there now.
             directory: Only a directory is made, changed or removed there, not its entries.
         """
-        if not self.trees and _is_plain(parts):
+        if self._is_plain(parts):
             return
         found = self.problem(parts, look, directory=directory)
         if found is not None:
@@ -102,7 +109,7 @@ class Reserved:
     def check_changed(self, paths: Iterable[Parts], before: Look, now: Look) -> None:
         """Raise ProtectedPath if one of the paths that were changed is protected."""
         for parts in paths:
-            if not self.trees and _is_plain(parts):
+            if self._is_plain(parts):
                 continue
             kinds = {_kind(before, parts), _kind(now, parts)} - {None}
             found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
@@ -166,6 +173,9 @@ class Reserved:
             if tree[: len(parts)] == parts:
                 raise self._protected(tree)
 
+    def _is_plain(self, parts: Parts) -> bool:
+        return not self.trees and not self._modules and _is_plain(parts)
+
     def _protected(self, parts: Parts) -> ProtectedPath:
         whose = "only the user can allow it"
         if parts in self.trees:
@@ -185,10 +195,19 @@ class Reserved:
         for tree in self.trees:
             if parts[: len(tree)] == tree:
                 return tree
-        if _is_plain(parts):
-            return None
-        found = self._named(parts, look, now, directory)
+        found = self._module(parts, directory)
+        if found is None and not _is_plain(parts):
+            found = self._named(parts, look, now, directory)
         return None if found is None or self._allowed.match("/".join(parts)) else found
+
+    def _module(self, parts: Parts, directory: bool) -> Parts | None:
+        """Return what decides which code our next process starts with, if a path is that."""
+        for place in self._modules:
+            if parts[: len(place)] == place and any(map(_FIRST, parts[len(place) :][:1])):
+                return parts[: len(place) + 1]
+            if not directory and parts == place[: len(parts)]:
+                return parts  # a link there would lead to other modules
+        return None
 
     def _named(self, parts: Parts, look: Look, now: Look | None, directory: bool) -> Parts | None:
         # Some filesystems ignore case.

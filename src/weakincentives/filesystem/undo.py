@@ -673,6 +673,11 @@ class _Undo:
             # The call itself removed it later, so it was just restored; or someone made it again.
             if self.force or not is_related(top, self._left | self._shared):
                 self._remove(top)
+                return
+            for parts in [each for each, _ in tree.walk(top) if each in one.restored]:
+                if not is_related(parts, self._left):
+                    self._remove(parts)
+                    one.restored.discard(parts)
             return
         found = list(tree.walk(top))
         if self.force or all(self._is_ours(parts, one) for parts, _ in found if parts != top):
@@ -731,6 +736,7 @@ class _Undo:
                     copy_exactly(trees, place, self.changes.store.tree, (staged,))
                     self._put(parts, staged)
                     done.add(parts)
+                    one.restored.add(parts)
                 elif stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(status.st_mode):
                     if there.st_mode != status.st_mode:
                         self._leave(parts, one)
@@ -861,6 +867,8 @@ class _OneCall:
         self.arrived = arrived(delta)
         self.undone: set[Parts] = set()
         """The paths with a record that is undone already: they are no longer as it left them."""
+        self.restored: set[Parts] = set()
+        """What was restored into directories that someone made again, or that hold an edit."""
 
 
 class _Links:

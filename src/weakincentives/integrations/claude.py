@@ -651,6 +651,7 @@ def _preview(params: Input, *, context: ToolContext) -> CallPreview:
     command, path = params.get("command"), params.get("path")
     return CallPreview(
         command=plain_words(command) if isinstance(command, str) else (),
+        script="command",
         paths=(path,) if isinstance(path, str) else (),
     )
 

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 from weakincentives.call import transaction_under_way
 from weakincentives.errors import McpServerError, MissingExtra
 from weakincentives.logs import get_logger
+from weakincentives.mcp.requests import Requests
 from weakincentives.mcp.server_process import ServerProcess
 from weakincentives.retry import NETWORK, SERVER_ERROR, TIMEOUT
 from weakincentives.serde.bounded_schema import BoundedSchema
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     import httpx2
     from anyio import CancelScope
     from mcp import Client, types
+
+    from weakincentives.mcp.oauth import OAuth
+    from weakincentives.mcp.requests import PendingCall
 
 T = TypeVar("T")
 OnProgress: TypeAlias = "Callable[[float, float | None, str | None], object]"
@@ -70,6 +74,9 @@ class HttpServer:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Sent with every request: `{"Authorization": "Bearer ..."}`."""
+    auth: OAuth | httpx2.Auth | None = field(default=None, repr=False)
+    """How to sign in: an ``OAuth`` for the user's browser, or any provider of the ``mcp`` package.
+    """
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -126,12 +133,15 @@ class McpConnection:
         *,
         start_timeout: float = 30.0,
         on_tools: Callable[[Sequence[types.Tool]], None] | None = None,
+        requests: Requests | None = None,
     ) -> None:
         if find_spec("mcp") is None:
             raise MissingExtra("mcp", "mcp")
         self.server = server
         self.start_timeout = start_timeout
         self.on_tools = on_tools
+        self.requests = requests or Requests(str(server))
+        self._auth: httpx2.Auth | None = None
         self._lock = threading.Lock()
         self._runner: _Runner | None = None
         self._users = 0
@@ -140,18 +150,48 @@ class McpConnection:
         """Connect if necessary, and return the server's tools."""
         return self._submit(lambda runner: runner.tools()).result()
 
+    @property
+    def auth(self) -> httpx2.Auth | None:
+        """How we sign in at the server; the same object for all sessions, as it holds tokens."""
+        server = self.server
+        if self._auth is None and isinstance(server, HttpServer) and server.auth is not None:
+            from weakincentives.mcp.oauth import as_auth
+
+            self._auth = as_auth(server.auth, server.url)
+        return self._auth
+
+    @property
+    def may_wait_for_person(self) -> bool:
+        """Whether a call may take longer than its timeout because a person is asked."""
+        return self.requests.asks or self.auth is not None
+
     async def call(
         self,
         name: str,
         arguments: Mapping[str, Any],
         *,
+        caller: PendingCall | None = None,
         on_progress: OnProgress | None = None,
     ) -> types.CallToolResult:
         """Call a tool; raises McpServerError when the server fails, MCPError when it refuses.
 
         Cancelling tells the server; what it answers later is dropped.
         """
-        work = self._submit(lambda runner: runner.call(name, dict(arguments), on_progress))
+
+        async def report(progress: float, total: float | None, message: str | None) -> None:
+            if on_progress is not None:
+                on_progress(progress, total, message)
+
+        given = dict(arguments)
+        return await self.request(
+            lambda client: client.call_tool(name, given, progress_callback=report), caller
+        )
+
+    async def request(
+        self, ask: Callable[[Client], Awaitable[T]], caller: PendingCall | None = None
+    ) -> T:
+        """Ask the server for something; raises like ``call``."""
+        work = self._submit(lambda runner: runner.request(ask, caller))
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
@@ -161,6 +201,10 @@ class McpConnection:
             raise McpServerError(
                 f"The connection to the MCP server {self.server} was closed during the call."
             ) from None
+
+    def read(self, ask: Callable[[Client], Awaitable[T]]) -> T:
+        """Ask the server for something, and wait: for code that runs on no loop."""
+        return self._submit(lambda runner: runner.request(ask, None)).result()
 
     async def stop(self) -> None:
         """Kill the server; the next use starts it again."""
@@ -225,18 +269,13 @@ class _Runner:
     async def tools(self) -> Sequence[types.Tool]:
         return (await self._linked()).tools
 
-    async def call(
-        self, name: str, arguments: dict[str, Any], on_progress: OnProgress | None
-    ) -> types.CallToolResult:
-        async def progress(progress: float, total: float | None, message: str | None) -> None:
-            if on_progress is not None:
-                on_progress(progress, total, message)
-
+    async def request(self, ask: Callable[[Client], Awaitable[T]], caller: PendingCall | None) -> T:
         link = await self._linked()
         try:
-            return await link.client.call_tool(name, arguments, progress_callback=progress)
+            with self._connection.requests.during(caller):
+                return await ask(link.client)
         except Exception as error:
-            if not link.is_lost_with(error):
+            if not await link.is_lost_with(error):
                 raise
             await link.end()
             how = "was lost" if isinstance(self._server, HttpServer) else "ended"
@@ -304,6 +343,8 @@ class _Link:
         self._wake = asyncio.Event()
         """Set when the session ends, or when the server's tools have changed."""
         self._was_closed = self._ending = False
+        self._is_unknown = False
+        """Whether the server does not know our session any more."""
         self._scope: CancelScope | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -347,14 +388,32 @@ class _Link:
             self._scope.cancel()  # it still waits for an answer
         await asyncio.wait([self._task])
 
-    def is_lost_with(self, error: Exception) -> bool:
-        """Whether an error means that the server is gone."""
+    async def is_lost_with(self, error: Exception) -> bool:
+        """Whether an error of a call means that the session is gone.
+
+        The transport knows: the server's process has ended, or it does not know our session. A
+        server may use any code for an error of one call, also that of a closed connection.
+        """
         from mcp import types
 
-        gone = {types.CONNECTION_CLOSED}
-        if isinstance(self._server, HttpServer):
-            gone.add(types.INVALID_REQUEST)  # a restarted server does not know the session
-        return not self.is_open or getattr(error, "code", None) in gone
+        if not self.is_open or self._is_unknown:
+            return True
+        if not isinstance(self._server, HttpServer):
+            return False
+        return getattr(error, "code", None) == types.CONNECTION_CLOSED and not await self._answers()
+
+    async def _answers(self) -> bool:
+        """Whether the server answers a request of ours, if only with an error."""
+        from mcp import MCPError, types
+
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self.client.list_tools()
+        except MCPError as error:
+            return error.code != types.CONNECTION_CLOSED
+        except Exception:
+            return False
+        return True
 
     async def _keep(self) -> None:
         """Hold the session open, in one task: the SDK must close it where it was opened."""
@@ -366,12 +425,16 @@ class _Link:
         try:
             seconds = self._connection.start_timeout
             limit = anyio.current_time() + seconds
-            with anyio.CancelScope(deadline=limit) as self._scope:
+            with (
+                anyio.CancelScope(deadline=limit) as self._scope,
+                self._connection.requests.timed(_pausing(self._scope)),
+            ):
                 async with Client(
                     self._transport(),
                     message_handler=self._hear,
                     client_info=types.Implementation(name="wink", version=__version__),
                     cache=None,
+                    **self._connection.requests.callbacks(),
                 ) as self.client:
                     # The SDK's own validation of answers has no limits.
                     self.client.session.validate_tool_result = self._check_answer
@@ -408,7 +471,7 @@ class _Link:
         if isinstance(server, _InProcess):
             return server.server
         if isinstance(server, HttpServer):
-            return _over_http(server, self._look)
+            return _over_http(server, self._look, self._auth())
         from mcp.client.stdio import get_default_environment
 
         self._process = ServerProcess(
@@ -424,11 +487,27 @@ class _Link:
         self._ending = True
         self._wake.set()
 
+    def _auth(self) -> httpx2.Auth | None:
+        auth = self._connection.auth
+        if auth is None:
+            return None
+        from weakincentives.mcp.oauth import PatientAuth
+
+        return PatientAuth(auth, self._connection.requests.waiting, self._note_refusal)
+
+    def _note_refusal(self, error: Exception) -> None:
+        self._refusal = f"Signing in failed: {' '.join(str(error).split())[:300]}"
+
     async def _look(self, response: httpx2.Response) -> None:
+        if response.status_code == 404 and "mcp-session-id" in response.request.headers:
+            self._is_unknown = True
         if response.status_code in (401, 403):
+            sent = (
+                "headers that are sent" if self._connection.auth is None else "access of the user"
+            )
             self._refusal = (
                 f"It answers with status {response.status_code} {response.reason_phrase}: "
-                "check the headers that are sent."
+                f"check the {sent}."
             )
 
     async def _hear(self, message: object) -> None:
@@ -486,9 +565,27 @@ def _first(error: BaseException) -> BaseException:
     return _first(inner[0]) if inner else error
 
 
+def _pausing(scope: CancelScope) -> Callable[[bool], None]:
+    """Return what stops the clock of a scope while a person is waited for."""
+    import anyio
+
+    left: list[float] = []
+
+    def on_wait(waits: bool) -> None:
+        if waits:
+            left.append(scope.deadline - anyio.current_time())
+            scope.deadline = math.inf
+        elif left:
+            scope.deadline = anyio.current_time() + left.pop()
+
+    return on_wait
+
+
 @asynccontextmanager
 async def _over_http(
-    server: HttpServer, look: Callable[[httpx2.Response], Awaitable[None]]
+    server: HttpServer,
+    look: Callable[[httpx2.Response], Awaitable[None]],
+    auth: httpx2.Auth | None,
 ) -> AsyncGenerator[Any, None]:
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
@@ -497,7 +594,10 @@ async def _over_http(
     timeout = httpx2.Timeout(30.0, read=None)
     async with (
         httpx2.AsyncClient(
-            headers=dict(server.headers), timeout=timeout, event_hooks={"response": [look]}
+            headers=dict(server.headers),
+            timeout=timeout,
+            event_hooks={"response": [look]},
+            auth=auth,
         ) as client,
         streamable_http_client(server.url, http_client=client) as streams,
     ):

@@ -1,8 +1,6 @@
 """Approval by the user of an MCP client: a form that the client shows, in either protocol era.
 
-Older clients get a request of their own (``elicitation/create``) while the call waits. For newer
-ones the call is suspended, the form is its answer, and the client repeats the call with the form
-filled in. The model can bring up what durable runs ask, but only such a form answers it.
+The model can bring up what durable runs ask, but only such a form answers it.
 """
 
 from __future__ import annotations
@@ -10,112 +8,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
-from weakincentives.call import new_call_id
-from weakincentives.errors import AnswerRefused, ApprovalNeeded, MissingExtra, ToolValidationError
+from weakincentives.errors import AnswerRefused, MissingExtra, ToolValidationError
+from weakincentives.mcp.client_call import client_call, patience
 from weakincentives.prompt import MarkdownSection, Section, Tool, ToolContext
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
+from weakincentives.prompt.caller import NotAnswered
 from weakincentives.tool_result import ToolResult
 
 try:
     from mcp.types import ElicitRequest, ElicitRequestFormParams, ElicitResult
-    from mcp.types.version import is_version_at_least
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 
 if TYPE_CHECKING:
-    from mcp.server.context import ServerRequestContext
-
     from weakincentives.durable.runs import Runs
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""
-_IN_ANSWER_SINCE = "2026-07-28"
 _MOST_SHOWN = 20_000
 """Characters of the question."""
-_PATIENCE = 300.0
-"""Seconds that a user has to answer while the call waits, and with it the calls of all clients.
-
-A client over HTTP can vanish unnoticed: its answer would never come.
-"""
-
-client_call: ContextVar[ClientCall | None] = ContextVar("client_call", default=None)
-"""The call of a client that is under way."""
-
-
-class NotAnswered(ToolValidationError):
-    """The user of a client has given no answer that counts."""
-
-    def __init__(self, message: str, by: str = "") -> None:
-        super().__init__(message)
-        self.by = by
-
-
-class ClientCall:
-    """A call of a client, with what its user has answered before."""
-
-    def __init__(
-        self,
-        request: ServerRequestContext,
-        earlier: ClientCall | None = None,
-        responses: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.client = request.session
-        self.request_id = request.request_id
-        self.id = new_call_id() if earlier is None else earlier.id
-        self.question: ApprovalRequest | None = None
-        """What the call waits for."""
-        self._answers: list[tuple[ApprovalRequest, ElicitResult]] = []
-        self._asked = 0
-        if earlier is not None:
-            self._answers += earlier._answers
-            response = (responses or {}).get(_FORM)
-            if earlier.question is not None and isinstance(response, ElicitResult):
-                self._answers.append((earlier.question, response))
-
-    @property
-    def user(self) -> str:
-        params = self.client.client_params
-        return "the user" if params is None else f"the user of {params.client_info.name}"
-
-    @property
-    def can_ask(self) -> bool:
-        capabilities = self.client.client_capabilities
-        modes = None if capabilities is None else capabilities.elicitation
-        return modes is not None and (modes.form is not None or modes.url is None)
-
-    async def ask(self, request: ApprovalRequest) -> ElicitResult:
-        if not is_version_at_least(self.client.protocol_version, _IN_ANSWER_SINCE):
-            async with asyncio.timeout(_PATIENCE):
-                return await self.client.elicit_form(
-                    request.describe(_MOST_SHOWN), _schema(request), self.request_id
-                )
-        for number, (shown, answer) in enumerate(self._answers[self._asked :], self._asked):
-            # The approval is for what was shown: another call, or another file, is asked about.
-            # An answer "always" holds already, so its question does not come again.
-            if shown.shows_the_same_as(request):
-                self._asked = number + 1
-                return answer
-        del self._answers[self._asked :]
-        self.question = request
-        raise ApprovalNeeded(request)  # the client repeats the call with the form filled in
-
-    def form_to_fill_in(self, state: str) -> dict[str, Any]:
-        """Return the answer to a call that waits, in the wire format."""
-        assert self.question is not None
-        message, schema = self.question.describe(_MOST_SHOWN), _schema(self.question)
-        form = ElicitRequest(
-            params=ElicitRequestFormParams(message=message, requested_schema=schema)
-        )
-        return {
-            "resultType": "input_required",
-            "inputRequests": {
-                _FORM: form.model_dump(by_alias=True, mode="json", exclude_none=True)
-            },
-            "requestState": state,
-        }
 
 
 async def ask_client(request: ApprovalRequest) -> Approval:
@@ -138,10 +51,15 @@ async def answer_of_client(request: ApprovalRequest) -> Approval:
     call = client_call.get()
     if call is None or not call.can_ask:
         raise NotAnswered("there is no one to ask")
+    form = ElicitRequestFormParams(
+        message=request.describe(_MOST_SHOWN), requested_schema=_schema(request)
+    )
     try:
-        answer = await call.ask(request)
+        # The approval is for what was shown: another call, or another file, is asked about.
+        asked = f"{request.policy_name} {request.digest}"
+        answer = await call.put(ElicitRequest(params=form), ElicitResult, _FORM, asked)
     except TimeoutError:
-        raise NotAnswered(f"no answer within {_PATIENCE:g} s", call.user) from None
+        raise NotAnswered(f"no answer within {patience():g} s", call.user) from None
     if answer.action != "accept":
         reason = "declined" if answer.action == "decline" else "the question was not answered"
         raise NotAnswered(reason, call.user)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket as sockets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weakincentives.errors import MissingExtra
@@ -14,6 +15,7 @@ try:
     from starlette.datastructures import Headers
     from starlette.responses import PlainTextResponse
 
+    from weakincentives.mcp.http_events import RecentEvents
     from weakincentives.serving import LOOPBACK, PATIENCE, foreign, serve_app
     from weakincentives.serving import listen as listen
 except ImportError as error:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from weakincentives.mcp.server import McpServer
 
 PATH = "/mcp"
+_RETRY = 1000
+"""Milliseconds after which a client that lost a stream comes back for the rest."""
 
 
 async def serve(
@@ -49,22 +53,30 @@ def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:
     app = server.protocol.streamable_http_app(
         streamable_http_path=PATH,
         max_request_body_size=MAX_MESSAGE,
+        event_store=RecentEvents(),
+        retry_interval=_RETRY,
         # The guard does that.
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
-    return _Guard(app, token, LOOPBACK if host in LOOPBACK else (host,))
+    return _Guard(app, token, LOOPBACK if host in LOOPBACK else (host,), server.end_session)
 
 
 class _Guard:
     """Refuses a foreign Host or Origin header, and a missing or wrong token."""
 
-    def __init__(self, app: ASGIApp, token: str, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str, names: tuple[str, ...], on_end: Callable[[str], object]
+    ) -> None:
         self._app = app
+        self._on_end = on_end
         self._token = token.encode()
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        headers = Headers(scope=scope) if scope["type"] == "http" else None
+        refusal = None if headers is None else self._refusal(headers)
+        if headers is not None and refusal is None and scope["method"] == "DELETE":
+            self._on_end(headers.get("mcp-session-id", ""))
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:

@@ -9,7 +9,7 @@ import json
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import unquote, urlsplit
 
 from weakincentives.media import MAX_MEDIA_BYTES, SNIFFED, Media, sniff
@@ -50,7 +50,28 @@ class McpOutput:
 def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
     """Return an answer with at most ``limit`` characters of text for the model."""
     structured = answer.structured_content
-    parts = list(_parts(answer.content))
+    text, media = _shown(answer.content, limit, structured)
+    return McpOutput(text, structured, media)
+
+
+def contents_of(contents: Iterable[types.ResourceContents], *, limit: int) -> McpOutput:
+    """Return the contents of a resource with at most ``limit`` characters of text."""
+    from mcp import types
+
+    blocks: list[Any] = [
+        types.TextContent(text=each.text)
+        if isinstance(each, types.TextResourceContents)
+        else types.EmbeddedResource(resource=cast("types.BlobResourceContents", each))
+        for each in contents
+    ]
+    text, media = _shown(blocks, limit, None)
+    return McpOutput(text or "(empty)", None, media)
+
+
+def _shown(
+    content: Iterable[types.ContentBlock], limit: int, structured: object
+) -> tuple[str, tuple[Media, ...]]:
+    parts = list(parts_of(content))
     text = "\n".join(part if isinstance(part, str) else part.render() for part in parts)
     if not text and structured is not None:
         text = json.dumps(structured, ensure_ascii=False)
@@ -59,10 +80,10 @@ def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
             f"{text[:limit]}\n[Truncated: the first {limit} of {len(text)} characters. "
             "Ask for less.]"
         )
-    return McpOutput(text, structured, tuple(part for part in parts if isinstance(part, Media)))
+    return text, tuple(part for part in parts if isinstance(part, Media))
 
 
-def _parts(content: Iterable[types.ContentBlock]) -> Iterator[str | Media]:
+def parts_of(content: Iterable[types.ContentBlock]) -> Iterator[str | Media]:
     """Yield the texts and the media of an answer; a text about media that cannot be taken."""
     from mcp import types
 

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakSet
 
 from weakincentives import __version__
 from weakincentives.adapters.media import mcp_block
 from weakincentives.call import RunContext, ToolCall, new_id
-from weakincentives.deadlines import Deadline, Heartbeat
-from weakincentives.errors import (
-    MissingExtra,
-    PromptEvaluationError,
-    Suspended,
-    VisibilityExpansionRequired,
-)
-from weakincentives.events import SUSPENDED, ToolInvoked
+from weakincentives.errors import MissingExtra, PromptRenderError, ToolDefinitionError
+from weakincentives.events import SUSPENDED
+from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
-from weakincentives.mcp.elicitation import ClientCall, client_call
-from weakincentives.mcp.undo import UndoTools
+from weakincentives.mcp.client_call import ClientCall
+from weakincentives.mcp.reports import Reports, set_level
+from weakincentives.mcp.server_client import Offered, ServedClient, Service, paths_in
+from weakincentives.mcp.server_prompts import (
+    McpPrompt,
+    TemplatePrompt,
+    choices_in,
+    completed,
+    messages_of,
+    result_messages,
+)
+from weakincentives.mcp.server_resources import (
+    FILE,
+    Completer,
+    McpResource,
+    complete_path,
+    files_after,
+    listed_file,
+)
 from weakincentives.prompt.policies import AttachedPolicy
 from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
-from weakincentives.prompt.section import Section, expand
-from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Reach, Tool, ToolContext
+from weakincentives.prompt.section import Section
+from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.runtime.answers import PROTOCOL_ERROR
 from weakincentives.runtime.registry import ToolRegistry
-from weakincentives.runtime.tool_call import aexecute_tool
-from weakincentives.runtime.window import read_result_tool
 from weakincentives.serde import dump, schema
 from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult, dump_shown, is_shortened
@@ -38,8 +48,42 @@ try:
     import anyio
     from mcp.server import Server
     from mcp.server.lowlevel import NotificationOptions
-    from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler, ToolsListChanged
-    from mcp.types import CallToolRequestParams, ListToolsResult, ToolAnnotations
+    from mcp.server.request_state import (
+        RequestStateBoundary,
+        RequestStateSecurity,
+        authenticated_principal,
+    )
+    from mcp.server.subscriptions import (
+        InMemorySubscriptionBus,
+        ListenHandler,
+        PromptsListChanged,
+        ResourceUpdated,
+        ServerEvent,
+        ToolsListChanged,
+    )
+    from mcp.shared.exceptions import MCPError
+    from mcp.types import (
+        INTERNAL_ERROR,
+        INVALID_PARAMS,
+        CallToolRequestParams,
+        CompleteRequestParams,
+        CompleteResult,
+        EmptyResult,
+        GetPromptRequestParams,
+        ListPromptsResult,
+        ListResourcesResult,
+        ListResourceTemplatesResult,
+        ListToolsResult,
+        PaginatedRequestParams,
+        ReadResourceRequestParams,
+        SetLevelRequestParams,
+        SubscribeRequestParams,
+        SubscriptionsListenRequestParams,
+        SubscriptionsListenResult,
+        ToolAnnotations,
+        UnsubscribeRequestParams,
+    )
+    from mcp.types import Prompt as ListedPrompt
     from mcp.types import Tool as McpTool
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
@@ -47,7 +91,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from mcp.server.connection import Connection
     from mcp.server.context import ServerRequestContext
-    from mcp.server.session import ServerSession
 
     from weakincentives.mcp.stdio import Wire
 
@@ -57,9 +100,13 @@ Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
 
 _logger = get_logger(__name__)
 
-_MOST_WAITING = 100
-# What ends a run.
-_ENDING = (PromptEvaluationError, Suspended)
+_MOST_WAITING = 1000
+"""Calls that wait for an answer of their client's user; the oldest are forgotten."""
+_MOST_CLIENTS = 1000
+"""Clients without a connection whose sessions are known; the oldest are forgotten."""
+_PAGE = 500
+_CLIENT = "weakincentives"
+"""The key of the client among what is known of a connection."""
 
 CALL_ID = "weakincentives/callId"
 """The key of the call id in a result's ``_meta``, for ``undo`` and ``history``."""
@@ -68,18 +115,24 @@ FAILURE = "weakincentives/failure"
 
 
 class McpServer:
-    """Serves tools to MCP clients; every call goes through the pipeline.
+    """Serves tools, resources and prompts to MCP clients; calls go through the pipeline.
 
-    It serves a prompt, sections, or a registry, which has a session of its own. One session serves
-    all clients; their calls run one after the other, in the order of arrival. A call that fails or
-    is cancelled is rolled back, and its result has ``isError``.
-
-    With ``undo``, clients also get ``undo``, ``history`` and ``checkpoint``. ``time_limit`` is the
-    number of seconds a call may take. Tools find ``config`` in their context, and the client's name
-    in ``context.agent_id``.
+    It serves a prompt, sections, or a registry. Each client has a session of its own; they share
+    files and other resources. A call that fails or is cancelled is rolled back, and its result has
+    ``isError``.
 
     Run it with ``await server.run_stdio()`` or ``await server.run_http(...)``, or use
     ``server.protocol`` with another transport, in a ``with server:`` block.
+
+    Args:
+        session: The session of the first client, or of all prompts where ``new_session`` is given.
+        new_session: Makes the session of a client by its name; by default a new one like
+            ``session``.
+        time_limit: Seconds that a call may take.
+        undo: Also offer ``undo``, ``history`` and ``checkpoint``.
+        config: What tools find in ``context.config``. The client's name is ``context.agent_id``.
+        resources: What clients can read, besides the workspace's files and history.
+        prompts: What clients offer their users, besides the sections: tools and templates.
     """
 
     def __init__(
@@ -87,10 +140,13 @@ class McpServer:
         served: Served,
         *,
         session: Session | None = None,
+        new_session: Callable[[str], Session] | None = None,
         name: str = "wink",
         time_limit: float | None = None,
         undo: bool = True,
         config: Mapping[str, object] | None = None,
+        resources: Iterable[McpResource] = (),
+        prompts: Iterable[McpPrompt | Tool[Any, Any] | PromptTemplate[Any]] = (),
     ) -> None:
         ids = RunContext()
         if isinstance(served, ToolRegistry):
@@ -100,57 +156,82 @@ class McpServer:
                 raise TypeError("a registry has a config of its own: leave config= out")
             ids = served.run_context or ids
             self.session = served.session
-            self._resources = None
-            self._context: Callable[[], ToolContext] = served.context
-            self._render = lambda: cast("RenderedPrompt", served.context().rendering)
-            self._policies: tuple[AttachedPolicy, ...] = ()
+            self._prompt: Prompt[Any] | None = None
+            policies: tuple[AttachedPolicy, ...] = ()
+
+            def context(session: Session) -> ToolContext:
+                return served.context().having(session=session)
+
+            def render(session: Session) -> RenderedPrompt:
+                return cast("RenderedPrompt", served.context().rendering)
         else:
-            prompt = _as_prompt(served)
+            prompt = self._prompt = _as_prompt(served)
             self.session = Session() if session is None else session
-            self._resources = prompt.resources
-            self._context = lambda: ToolContext(
-                session=self.session,
-                prompt=prompt,
-                resources=prompt.resources,
-                config=self._config,
-            )
-            # With examples, which do not all fit into a tool's definition.
-            self._render = lambda: prompt.render(self.session, examples=True)
-            self._policies = prompt.policies
+            settings, policies = dict(config or {}), prompt.policies
+
+            def context(session: Session) -> ToolContext:
+                return ToolContext(
+                    session=session, prompt=prompt, resources=prompt.resources, config=settings
+                )
+
+            def render(session: Session) -> RenderedPrompt:
+                # With examples, which do not all fit into a tool's definition.
+                return prompt.render(session, examples=True)
+
         run_id = new_id()
-        self._ids = ids.filled(run_id=run_id, loop_id=name, trace_id=run_id)
-        self._config = dict(config or {})
-        self._time_limit = time_limit
-        self._undo = UndoTools(self.session) if undo else None
-        self._offered: _Offered | None = None
-        self._has_shortened = False
-        """Whether a result was shortened: then clients get the tool that reads the rest."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
-        self._clients: WeakSet[Connection] = WeakSet()
+        self._service = Service(
+            context=context,
+            render=render,
+            policies=policies,
+            ids=ids.filled(run_id=run_id, loop_id=name, trace_id=run_id),
+            time_limit=time_limit,
+            undo=undo,
+            on_change=self._notify_of_changed_offer,
+        )
+        self._resources = tuple(resources)
+        self._prompts = _named_prompts(prompts)
+        self._first = ServedClient(self._service, self.session)
+        self._new_session = new_session
+        self._is_first_free = new_session is None
+        self._clients: OrderedDict[tuple[str, str], list[ServedClient]] = OrderedDict()
         self._bus = InMemorySubscriptionBus()
         self._notices: set[asyncio.Task[None]] = set()
-        self._waiting: dict[str, ClientCall] = {}
+        self._waiting: dict[str, tuple[ServedClient, ClientCall]] = {}
         """The calls that wait for an answer of their client's user."""
+        self._listen = ListenHandler(self._bus)
         self.protocol: Server[Any] = _Protocol(
             name,
             version=__version__,
             get_tool_input_schema=self._input_schema,
             on_list_tools=self._list_tools,
-            on_subscriptions_listen=ListenHandler(self._bus),
+            on_list_resources=self._list_resources,
+            on_list_resource_templates=self._list_templates,
+            on_list_prompts=self._list_prompts,
+            on_completion=self._complete,
+            on_subscribe_resource=self._subscribe,
+            on_unsubscribe_resource=self._unsubscribe,
+            on_subscriptions_listen=self._listen_to_changes,
         )
         """The server of the ``mcp`` package, for any transport."""
-        self.protocol.add_request_handler("tools/call", CallToolRequestParams, self._call_tool)
-        self._look()
+        # What a client sends back is sealed: it cannot be forged, nor used for another call.
+        self.protocol.middleware.append(
+            RequestStateBoundary(RequestStateSecurity.ephemeral(), default_audience=name)
+        )
+        add = self.protocol.add_request_handler
+        add("tools/call", CallToolRequestParams, self._call_tool)
+        add("resources/read", ReadResourceRequestParams, self._read_resource)
+        add("prompts/get", GetPromptRequestParams, self._get_prompt)
+        add("logging/setLevel", SetLevelRequestParams, self._set_level)
+        self.protocol.instructions = self._first.instructions
 
     def __enter__(self) -> McpServer:
-        if self._resources is not None:
-            self._resources.__enter__()
+        if self._prompt is not None:
+            self._prompt.resources.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._resources is not None:
-            self._resources.__exit__(*error)
+        if self._prompt is not None:
+            self._prompt.resources.__exit__(*error)
 
     async def run_stdio(self, wire: Wire | None = None) -> None:
         """Serve one client over standard input and output, or another wire, until it leaves."""
@@ -168,146 +249,375 @@ class McpServer:
         with self, listen(host, port) as socket:
             await serve(self, socket, token)
 
-    # What is offered
+    # Clients
 
-    def _look(self) -> _Offered:
-        """Return the current tools; notify clients if they have changed."""
-        rendered, before = self._render(), self._offered
-        extra = () if self._undo is None else self._undo.tools
-        if self._has_shortened:
-            extra = (*extra, read_result_tool())
-        if before is not None and before.rendered is rendered and before.extra == extra:
-            return before
-        given = extra
-        # A tool of the user replaces ours of the same name.
-        extra = tuple(tool for tool in extra if tool.name not in rendered.offers)
-        offers = {
-            tool.name: Offer.of(tool, self._policies, rendered.listeners) for tool in extra
-        } | dict(rendered.offers)
-        tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
-        whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        context = self._context().having(rendered_prompt=whole)
-        now = _Offered(rendered, context, whole, given)
-        self._offered = now
-        guide = () if self._undo is None else (self._undo.guide,)
-        self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
-        if before is not None and before.whole.tools != whole.tools:
-            self._notify_of_changed_tools()
-        return now
+    def _client_of(self, request: ServerRequestContext) -> ServedClient:
+        """Return the client of a request: of its connection, or else by who and what it is."""
+        # There is no public way to the connection, which outlives the request.
+        connection = request.session._connection  # pyright: ignore[reportPrivateUsage]
+        known = connection.state.get(_CLIENT)
+        if known is not None:
+            return known
+        params = request.session.client_params
+        name = "" if params is None else params.client_info.name
+        same = self._clients.setdefault((authenticated_principal(request) or "", name), [])
+        self._clients.move_to_end((authenticated_principal(request) or "", name))
+        lasts = connection.has_standalone_channel
+        client = next((each for each in same if not (lasts and each.is_connected)), None)
+        if client is None:
+            client = self._new_client(name)
+            same.append(client)
+            self._forget_clients()
+        if lasts:
+            client.is_connected = True
+            client.connections.add(connection)
+            connection.exit_stack.callback(self._connection_ended, client, connection)
+            connection.state[_CLIENT] = client
+        return client
 
-    def _notify_of_changed_tools(self) -> None:
-        """Notify all clients, without waiting for them."""
+    def _connection_ended(self, client: ServedClient, connection: Connection) -> None:
+        if connection in client.connections:  # or another one has resumed its session
+            _leave(client)
+
+    def _new_client(self, name: str) -> ServedClient:
+        if self._is_first_free:
+            self._is_first_free = False
+            return self._first
+        if self._new_session is not None:
+            return ServedClient(self._service, self._new_session(name))
+        session = Session(clock=self.session.clock)
+        session.register_like(self.session)
+        return ServedClient(self._service, session)
+
+    def end_session(self, session_id: str) -> None:
+        """Let another connection resume the session of a client that ends its own over HTTP."""
+        for client in self._all_clients:
+            if any(each.session_id == session_id for each in client.connections):
+                _leave(client)
+
+    def _forget_clients(self) -> None:
+        """Forget those that have been away longest."""
+        while len(self._clients) > _MOST_CLIENTS:
+            oldest = next(
+                (
+                    key
+                    for key, clients in self._clients.items()
+                    if not any(each.is_connected or each is self._first for each in clients)
+                ),
+                None,
+            )
+            if oldest is None:
+                return
+            del self._clients[oldest]
+
+    @property
+    def _all_clients(self) -> list[ServedClient]:
+        return [client for clients in self._clients.values() for client in clients]
+
+    # Changes
+
+    def _notify_of_changed_offer(self, client: ServedClient, before: Offered, now: Offered) -> None:
+        events: list[ServerEvent] = []
+        if before.whole.tools != now.whole.tools:
+            events.append(ToolsListChanged())
+        if paths_in(before.rendered) != paths_in(now.rendered):
+            events.append(PromptsListChanged())
+        if client is self._first:
+            self.protocol.instructions = client.instructions
+        self._publish(*events, only=client)
+
+    def notify_of_change(self, uri: str) -> None:
+        """Notify the clients that have subscribed to a resource, from its event loop."""
+        self._publish(ResourceUpdated(uri))
+
+    def _publish(self, *events: ServerEvent, only: ServedClient | None = None) -> None:
+        """Tell clients, without waiting for them."""
 
         async def tell() -> None:
-            await self._bus.publish(ToolsListChanged())
-            for client in list(self._clients):
-                await client.send_tool_list_changed()
+            for event in events:
+                await self._bus.publish(event)
+                for client in self._all_clients if only is None else [only]:
+                    if isinstance(event, ResourceUpdated) and not client.watched[event.uri]:
+                        continue
+                    for connection in list(client.connections):
+                        await _TOLD[type(event)](connection, event)
 
-        task = asyncio.ensure_future(tell())
+        try:
+            task = asyncio.ensure_future(tell())
+        except RuntimeError:
+            return  # nothing is served yet
         self._notices.add(task)
         task.add_done_callback(self._notices.discard)
 
-    async def _list_tools(self, request: ServerRequestContext, _: object) -> ListToolsResult:
-        # There is no public way to the connection, which outlives the request.
-        self._clients.add(request.session._connection)  # pyright: ignore[reportPrivateUsage]
-        return ListToolsResult(tools=[_definition(tool) for tool in self._look().whole.tools])
+    def _look_for_changes(self, may_have_changed: bool) -> None:
+        """Notify clients of the resources that have changed, after a call."""
+        for client in self._all_clients if may_have_changed else ():
+            for uri in +client.watched:
+                version = self._version(client, uri)
+                if client.versions.get(uri) != version:
+                    client.versions[uri] = version
+                    self._publish(ResourceUpdated(uri), only=client)
+
+    def _version(self, client: ServedClient, uri: str) -> object:
+        found = self._resource(client, uri)
+        if found is None or found[0].version is None:
+            return None
+        return found[0].version(client.look().context, uri)
+
+    async def _subscribe(
+        self, request: ServerRequestContext, params: SubscribeRequestParams
+    ) -> EmptyResult:
+        self._watch(self._client_of(request), [params.uri], 1)
+        return EmptyResult()
+
+    async def _unsubscribe(
+        self, request: ServerRequestContext, params: UnsubscribeRequestParams
+    ) -> EmptyResult:
+        self._client_of(request).watched.pop(params.uri, None)
+        return EmptyResult()
+
+    async def _listen_to_changes(
+        self, request: ServerRequestContext, params: SubscriptionsListenRequestParams
+    ) -> SubscriptionsListenResult:
+        client = self._client_of(request)
+        uris = params.notifications.resource_subscriptions or []
+        self._watch(client, uris, 1)
+        try:
+            return await self._listen(request, params)
+        finally:
+            self._watch(client, uris, -1)
+
+    def _watch(self, client: ServedClient, uris: Iterable[str], more: int) -> None:
+        for uri in uris:
+            client.watched[uri] += more
+            if client.watched[uri] > 0:
+                client.versions[uri] = self._version(client, uri)
+
+    async def _set_level(
+        self, request: ServerRequestContext, params: SetLevelRequestParams
+    ) -> EmptyResult:
+        set_level(request, params.level)
+        return EmptyResult()
+
+    # Lists
+
+    async def _list_tools(
+        self, request: ServerRequestContext, params: PaginatedRequestParams | None
+    ) -> ListToolsResult:
+        offered = self._client_of(request).look()
+        page, following = _page(offered.whole.tools, params)
+        return ListToolsResult(tools=[_definition(tool) for tool in page], next_cursor=following)
 
     def _input_schema(self, name: str) -> Mapping[str, Any] | None:
-        offer = self._look().whole.offers.get(name)
-        return None if offer is None else _definition(offer.tool).input_schema
+        for client in (self._first, *self._all_clients):
+            offer = client.look().whole.offers.get(name)
+            if offer is not None:
+                return _definition(offer.tool).input_schema
+        return None
+
+    def _offered_resources(self, client: ServedClient) -> list[tuple[McpResource, Offer]]:
+        """Return the resources of a client, each with the policies for reading it."""
+        whole = client.look().whole
+        listeners = whole.listeners
+        policies = self._service.policies
+        found = [(each, Offer.of(each.tool, policies, listeners)) for each in self._resources]
+        if client.undo is not None:
+            found += [
+                (each, Offer.of(each.tool, policies, listeners)) for each in client.undo.resources
+            ]
+        reading = whole.offers.get(FILE.tool.name)
+        if reading is not None and client.look().context.resources.find(Filesystem) is not None:
+            found.append((FILE, Offer.of(FILE.tool, reading.rules, listeners)))
+        return found
+
+    def _resource(
+        self, client: ServedClient, uri: str
+    ) -> tuple[McpResource, Offer, dict[str, Any]] | None:
+        for resource, offer in self._offered_resources(client):
+            arguments = resource.arguments(uri)
+            if arguments is not None:
+                return resource, offer, arguments
+        return None
+
+    async def _list_resources(
+        self, request: ServerRequestContext, params: PaginatedRequestParams | None
+    ) -> ListResourcesResult:
+        """Return our resources first, then the files in their order."""
+        client = self._client_of(request)
+        offered = [each for each, _ in self._offered_resources(client)]
+        cursor = _cursor(params)
+        listed = [] if cursor else [each.listed() for each in offered if not each.is_template]
+        following = None
+        files = client.look().context.resources.find(Filesystem)
+        if FILE in offered and files is not None:
+            paths = await asyncio.to_thread(files_after, files, cursor, _PAGE)
+            listed += map(listed_file, paths)
+            following = paths[-1] if len(paths) == _PAGE else None
+        elif cursor:
+            raise MCPError(INVALID_PARAMS, "invalid cursor")
+        return ListResourcesResult(resources=listed, next_cursor=following)
+
+    async def _list_templates(
+        self, request: ServerRequestContext, params: PaginatedRequestParams | None
+    ) -> ListResourceTemplatesResult:
+        offered = self._offered_resources(self._client_of(request))
+        templates = [each.listed_template() for each, _ in offered if each.is_template]
+        page, following = _page(templates, params)
+        return ListResourceTemplatesResult(resource_templates=list(page), next_cursor=following)
+
+    async def _list_prompts(
+        self, request: ServerRequestContext, params: PaginatedRequestParams | None
+    ) -> ListPromptsResult:
+        client = self._client_of(request)
+        listed = [each.listed() for each in self._prompts.values()]
+        listed += [
+            ListedPrompt(name=path, description=f"The section {path} of the instructions")
+            for path in self._sections(client)
+            if path not in self._prompts
+        ]
+        page, following = _page(listed, params)
+        return ListPromptsResult(prompts=list(page), next_cursor=following)
+
+    def _sections(self, client: ServedClient) -> list[str]:
+        return [] if self._prompt is None else paths_in(client.look().rendered)
+
+    async def _complete(
+        self, request: ServerRequestContext, params: CompleteRequestParams
+    ) -> CompleteResult:
+        client, argument = self._client_of(request), params.argument
+        others = (params.context and params.context.arguments) or {}
+        values: Iterable[str] = ()
+        complete: Mapping[str, Completer] = {}
+        schemas: Sequence[Mapping[str, Any]] = ()
+        if params.ref.type == "ref/prompt":
+            prompt = self._prompts.get(params.ref.name)
+            if prompt is None and params.ref.name not in self._sections(client):
+                raise MCPError(INVALID_PARAMS, f"there is no prompt {params.ref.name!r}")
+            if prompt is not None:
+                complete, schemas = prompt.complete, prompt.schemas
+        else:
+            uri = params.ref.uri
+            offered = self._offered_resources(client)
+            resource = next((each for each, _ in offered if each.uri == uri), None)
+            if resource is None:
+                raise MCPError(INVALID_PARAMS, f"there is no resource {uri!r}", {"uri": uri})
+            complete, schemas = resource.complete, [resource.tool.parameters]
+            if resource is FILE:
+                files = client.look().context.filesystem
+                values = await asyncio.to_thread(lambda: list(complete_path(files, argument.value)))
+        if (completer := complete.get(argument.name)) is not None:
+            values = completer(argument.value, others)
+        elif not values:
+            values = [each for found in schemas for each in choices_in(found, argument.name)]
+        return CompleteResult.model_validate(completed(list(values), argument.value))
 
     # Calls
 
     async def _call_tool(
         self, request: ServerRequestContext, params: CallToolRequestParams
     ) -> dict[str, Any]:
-        # A call that waited for its user comes again, once: with what they have answered.
-        earlier = self._waiting.pop(params.request_state or "", None)
-        made = ClientCall(request, earlier, params.input_responses)
-        call = ToolCall(params.name, params.arguments or {}, made.id)
-        client = request.session.client_params
-        ids = self._ids.filled(agent_id="mcp" if client is None else client.client_info.name)
-        client_call.set(made)
-        taken = self._take(call, _Beats(request.session), ids)
-        tool, result, text = await _cancelled_once(taken)
-        if made.question is None or result.failure is None or result.failure.code != SUSPENDED:
-            return _answer(tool, result, text)
+        return await self._make(request, params, params.name, params.arguments or {}, _answer)
+
+    async def _read_resource(
+        self, request: ServerRequestContext, params: ReadResourceRequestParams
+    ) -> dict[str, Any]:
+        uri = str(params.uri)
+        found = self._resource(self._client_of(request), uri)
+        if found is None:
+            raise MCPError(INVALID_PARAMS, f"there is no resource {uri}", {"uri": uri})
+        resource, offer, arguments = found
+
+        def answer(tool: Tool[Any, Any] | None, result: ToolResult[Any], text: str) -> Any:
+            if not result.success:
+                raise _error_of(result, uri=uri)
+            contents = resource.contents(uri, result)
+            # A file may change at any time: nothing is to be cached.
+            return {
+                "contents": [contents],
+                "resultType": "complete",
+                "ttlMs": 0,
+                "cacheScope": "private",
+            }
+
+        return await self._make(request, params, resource.tool.name, arguments, answer, offer)
+
+    async def _get_prompt(
+        self, request: ServerRequestContext, params: GetPromptRequestParams
+    ) -> dict[str, Any]:
+        client, given = self._client_of(request), params.arguments or {}
+        prompt = self._prompts.get(params.name)
+        if isinstance(prompt, McpPrompt):
+            whole = client.look().whole
+            offer = Offer.of(prompt.tool, self._service.policies, whole.listeners)
+            arguments = prompt.parameters(given)
+            return await self._make(request, params, prompt.name, arguments, _prompt_answer, offer)
+        if prompt is not None:
+            return _prompt(prompt.listed().description, prompt.messages(given))
+        if params.name not in self._sections(client) or self._prompt is None:
+            raise MCPError(INVALID_PARAMS, f"there is no prompt {params.name!r}")
+        try:
+            text = self._prompt.section_text(params.name, client.session)
+        except PromptRenderError as error:
+            raise MCPError(INVALID_PARAMS, str(error)) from error
+        return _prompt(None, messages_of([text]))
+
+    async def _make(
+        self,
+        request: ServerRequestContext,
+        params: CallToolRequestParams | ReadResourceRequestParams | GetPromptRequestParams,
+        name: str,
+        arguments: Mapping[str, Any],
+        answer: Callable[[Tool[Any, Any] | None, ToolResult[Any], str], dict[str, Any]],
+        offer: Offer | None = None,
+    ) -> dict[str, Any]:
+        """Run a call of a client and return its answer."""
+        client, earlier = self._client_of(request), None
+        if params.request_state is not None:
+            # A call that waited for its user comes again, once: with what they have answered.
+            owner, earlier = self._waiting.pop(params.request_state, (None, None))
+            if earlier is None or owner is not client:
+                raise MCPError(INVALID_PARAMS, "Invalid or expired requestState")
+        reports = Reports(request)
+        made = ClientCall(request, earlier, params.input_responses, reports)
+        call = ToolCall(name, arguments, made.id)
+        running = client.run(call, made, reports, offer, self._look_for_changes)
+        tool, result, text = await _cancelled_once(running)
+        code = None if result.failure is None else result.failure.code
+        if code == PROTOCOL_ERROR and made.refused is not None:
+            refused = made.refused
+            raise MCPError(refused.code, str(refused), refused.data)
+        if not made.asked or code != SUSPENDED:
+            return answer(tool, result, text)
         state = new_id()
-        self._waiting[state] = made
+        self._waiting[state] = client, made
         for oldest in list(self._waiting)[:-_MOST_WAITING]:
             del self._waiting[oldest]
-        return made.form_to_fill_in(state)
-
-    async def _take(
-        self, call: ToolCall, beats: _Beats, ids: RunContext
-    ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
-        async with self._turn():
-            offered = self._look()
-            offer = offered.whole.offers.get(call.name)
-            limit = self._time_limit
-            deadline = None if limit is None else Deadline.after(limit, clock=self.session.clock)
-            context = offered.context.having(
-                deadline=deadline,
-                heartbeat=beats.heart,
-                run_context=ids,
-                on_report=beats.report,
-            )
-            if self._undo is not None:
-                self._undo.before(call, offer, context)
-            result = await self._result(call, context)
-            # Before the next call, but after the answer.
-            asyncio.get_running_loop().call_soon(self._settle, call, result)
-            tool = None if offer is None else offer.tool
-            text = result.render(
-                DEFAULT_MAX_RESULT_CHARS if tool is None else tool.max_result_chars
-            )
-            self._has_shortened = self._has_shortened or is_shortened(text)
-        await beats.end()
-        return tool, result, text
-
-    def _turn(self) -> asyncio.Lock:
-        """Return the lock that lets calls run one at a time, in order of arrival."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a lock belongs to one loop
-            self._loop, self._lock = loop, asyncio.Lock()
-        return self._lock
-
-    def _settle(self, call: ToolCall, result: ToolResult[Any]) -> None:
-        if self._undo is not None:
-            self._undo.after(call, result)
-        self._look()
-
-    async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
-        try:
-            return await aexecute_tool(call, context=context)
-        except VisibilityExpansionRequired as request:
-            expand(self.session, request)
-            opened = ", ".join(request.section_keys)
-            prompt = cast("Prompt[Any]", context.prompt)
-            texts = [prompt.section_text(key, self.session) for key in request.section_keys]
-            result = ToolResult.ok("\n\n".join(texts), f"Opened: {opened}.")
-            result.call_id = call.id
-            return result
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
-            if isinstance(error, Exception) and not isinstance(error, _ENDING):
-                raise
-            # It would end a run, but a server goes on. The record says that the call failed and was
-            # rolled back.
-            return cast("ToolInvoked", self.session[ToolInvoked].latest()).result
+        return made.input_required(state)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Offered:
-    """The tools at one moment."""
+async def _tell_tools(connection: Connection, event: ServerEvent) -> None:
+    await connection.send_tool_list_changed()
 
-    rendered: RenderedPrompt
-    """The same object as long as nothing changes."""
-    context: ToolContext
-    """The context of the next call."""
-    whole: RenderedPrompt
-    """With the server's own tools."""
-    extra: tuple[Tool[Any, Any], ...]
-    """The server's own tools."""
+
+async def _tell_prompts(connection: Connection, event: ServerEvent) -> None:
+    await connection.send_prompt_list_changed()
+
+
+async def _tell_updated(connection: Connection, event: ServerEvent) -> None:
+    await connection.send_resource_updated(cast("ResourceUpdated", event).uri)
+
+
+_TOLD: Mapping[type, Callable[[Any, Any], Coroutine[Any, Any, None]]] = {
+    ToolsListChanged: _tell_tools,
+    PromptsListChanged: _tell_prompts,
+    ResourceUpdated: _tell_updated,
+}
+
+
+def _leave(client: ServedClient) -> None:
+    client.is_connected = False
+    client.connections.clear()
+    client.watched.clear()
 
 
 class _Protocol(Server[Any]):
@@ -316,7 +626,9 @@ class _Protocol(Server[Any]):
     def create_initialization_options(
         self, notification_options: NotificationOptions | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        options = notification_options or NotificationOptions(tools_changed=True)
+        options = notification_options or NotificationOptions(
+            tools_changed=True, prompts_changed=True
+        )
         return super().create_initialization_options(options, *args, **kwargs)
 
 
@@ -325,6 +637,37 @@ def _as_prompt(served: Prompt[Any] | Section[Any] | Iterable[Section[Any]]) -> P
         return served
     sections = [served] if isinstance(served, Section) else list(served)
     return Prompt(PromptTemplate(sections=sections))
+
+
+def _named_prompts(
+    prompts: Iterable[McpPrompt | Tool[Any, Any] | PromptTemplate[Any]],
+) -> dict[str, McpPrompt | TemplatePrompt]:
+    named: dict[str, McpPrompt | TemplatePrompt] = {}
+    for each in prompts:
+        if isinstance(each, Tool):
+            each = McpPrompt(tool=each)
+        elif isinstance(each, PromptTemplate):
+            each = TemplatePrompt(each)
+        if named.setdefault(each.name, each) is not each:
+            raise ToolDefinitionError(f"there are two prompts {each.name!r}")
+    return named
+
+
+# Pages
+
+
+def _cursor(params: PaginatedRequestParams | None) -> str:
+    return (params and params.cursor) or ""
+
+
+def _page(items: Sequence[T], params: PaginatedRequestParams | None) -> tuple[Sequence[T], Any]:
+    """Return the items of a page, and where the next one begins; None if there is none."""
+    cursor = _cursor(params) or "0"
+    if not (cursor.isascii() and cursor.isdigit()) or not 0 <= int(cursor) <= len(items):
+        raise MCPError(INVALID_PARAMS, "invalid cursor")
+    start = int(cursor)
+    end = start + _PAGE
+    return items[start:end], str(end) if end < len(items) else None
 
 
 # Definitions and results
@@ -410,43 +753,28 @@ def _structured(
     return cast("Mapping[str, Any]", dump_shown(value))
 
 
+def _prompt(description: str | None, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"messages": messages, "resultType": "complete"}
+    return answer if description is None else {"description": description, **answer}
+
+
+def _prompt_answer(
+    tool: Tool[Any, Any] | None, result: ToolResult[Any], text: str
+) -> dict[str, Any]:
+    if not result.success:
+        raise _error_of(result)
+    return _prompt(None if tool is None else tool.description, result_messages(result))
+
+
+def _error_of(result: ToolResult[Any], **data: object) -> MCPError:
+    """Return a failed call as an error, for requests whose results have no failures."""
+    failure = result.failure
+    code = INTERNAL_ERROR if failure and failure.code == "INTERNAL_ERROR" else INVALID_PARAMS
+    about = {CALL_ID: result.call_id, **({} if failure is None else {"reason": failure.code})}
+    return MCPError(code, result.message, {**data, **about})
+
+
 # Running calls
-
-
-class _Beats:
-    """Reports a handler's heartbeats and progress, from any thread, to the client."""
-
-    def __init__(self, client: ServerSession) -> None:
-        self.heart = Heartbeat(on_beat=self._beat)
-        self._client = client
-        self._loop = asyncio.get_running_loop()
-        self._told = 1  # the first beat is the runtime's own
-        self._message: str | None = None
-        self._telling: asyncio.Task[None] | None = None
-
-    def report(self, call_id: str, message: str, done: float | None, total: float | None) -> None:
-        """Set the message of the next notification, which the beat that follows sends."""
-        share = f"{done / total:.0%} " if done is not None and total else ""
-        self._message = f"{share}{message}" or None
-
-    def _beat(self) -> None:
-        if self.heart.beats > 1:
-            self._loop.call_soon_threadsafe(self._begin_to_tell)
-
-    def _begin_to_tell(self) -> None:
-        if self._telling is None or self._telling.done():
-            self._telling = self._loop.create_task(self._tell())
-
-    async def _tell(self) -> None:
-        while self._told < self.heart.beats:  # beats in between share a notification
-            self._told = self.heart.beats
-            # The count, not the share that is done: progress may never go back.
-            await self._client.report_progress(self._told - 1, message=self._message)
-
-    async def end(self) -> None:
-        """Wait for the last report: nothing may follow the answer."""
-        if self._telling is not None:
-            await self._telling
 
 
 async def _cancelled_once(work: Coroutine[Any, Any, T]) -> T:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from weakincentives.errors import (
     DeadlineExceededError,
+    InvalidArguments,
     McpServerError,
     ToolDefinitionError,
     ToolValidationError,
@@ -22,14 +26,19 @@ from weakincentives.errors import (
 from weakincentives.logs import get_logger
 from weakincentives.mcp.connection import HttpServer, McpConnection, StdioServer, as_server
 from weakincentives.mcp.output import McpOutput, output_of
+from weakincentives.mcp.pins import Pins
+from weakincentives.mcp.requests import AskModel, AskUser, PendingCall, Requests
 from weakincentives.prompt.contracts import Effect, PermissionPrecondition
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes, plain_schema
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import SERVER_ERROR, TIMEOUT, RetryPolicy
+from weakincentives.serde.bounded_schema import BoundedSchema
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    import os
+
     from mcp import types
 
     from weakincentives.session import Session
@@ -109,7 +118,15 @@ class McpToolsSection(Section[None]):
         undo: How to undo the effect of a tool, by the server's names; makes it ``compensable``.
         output_limit: Characters of an answer that the model sees.
         start_timeout: Seconds for the server to start, connect and list its tools.
-        follow_changes: Offer changed tools from the next turn on when the server reports them.
+        ask: Answers what the server asks the user: a function as for an ``ApprovalPolicy``, or
+            ``"approvals"``: whoever approves calls of the prompt. None: the server cannot ask.
+        model: Answers what the server asks a model: an adapter, or ``"run"``, the model of the run.
+            With ``ask`` each request is approved first. None: the server cannot ask.
+        roots: Directories that the server is told to work in.
+        follow_changes: Offer new tools from the next turn on when the server reports them.
+        pins: A file of approved definitions, which is made at first. A tool that is not in it, or
+            not as it is there, is not offered. Without a file that holds for what this section saw
+            first of a tool.
     """
 
     def __init__(
@@ -129,6 +146,10 @@ class McpToolsSection(Section[None]):
         output_limit: int = 100_000,
         start_timeout: float = 30.0,
         follow_changes: bool = True,
+        pins: str | os.PathLike[str] | None = None,
+        ask: AskUser = None,
+        model: AskModel = None,
+        roots: Iterable[str | os.PathLike[str]] = (),
         **options: Unpack[SectionOptions[None]],
     ) -> None:
         self._allow, self._deny = _patterns("allow", allow), _patterns("deny", deny)
@@ -150,6 +171,12 @@ class McpToolsSection(Section[None]):
         self.left_out: tuple[LeftOutTool, ...] = ()
         """Tools of the server that cannot be offered, with the reason."""
         self._own_tools = tuple(options.get("tools", ()))
+        self._pins = Pins(pins)
+        self._changed: Mapping[str, str] = {}
+        """The server's tools that need approval, and why."""
+        self._namespace = ""
+        self._elsewhere: Callable[[], AbstractSet[str]] = frozenset
+        """Returns the names that other servers' tools have."""
 
         place = as_server(server)
         # Weakly: the connection must not keep an unused section alive.
@@ -157,16 +184,23 @@ class McpToolsSection(Section[None]):
 
         def follow(listed: Sequence[types.Tool]) -> None:
             section = this()
-            if follow_changes and section is not None:
-                section._follow(listed)
+            if section is not None:
+                section._follow(listed, offer=follow_changes)
 
-        self._connection = McpConnection(place, start_timeout=start_timeout, on_tools=follow)
+        self._connection = McpConnection(
+            place,
+            start_timeout=start_timeout,
+            on_tools=follow,
+            requests=Requests(str(place), ask=ask, model=model, roots=roots),
+        )
         weakref.finalize(self, self._connection.close)
-        self._lease = _lease_of(self._connection)
+        self._lease = lease_of(self._connection)
         try:
             listed = self._listed = self._connection.open()
             self._check_names(listed)
             options["tools"] = self._offered(listed)
+            if self._pins.is_new:
+                self._pins.save()
             options.setdefault("title", f"Tools of {place}")
             lease = self._lease
             bound = ResourceRegistry.of(Binding(lease, lambda _: lease()))
@@ -175,6 +209,11 @@ class McpToolsSection(Section[None]):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def connection(self) -> McpConnection:
+        """For sections that share it."""
+        return self._connection
 
     def close(self) -> None:
         """End the connection, and the server if we started it; a call opens it again."""
@@ -188,13 +227,59 @@ class McpToolsSection(Section[None]):
 
     def body(self, params: None, session: Session | None) -> str:
         lasting = [f"`{tool.name}`" for tool in self.tools if tool.reach in (None, "irreversible")]
-        stays = f"The effects of {', '.join(lasting)} elsewhere are not undone if a call fails."
-        return "\n\n".join([_GUIDANCE, stays]) if lasting else _GUIDANCE
+        texts = [_GUIDANCE]
+        if lasting:
+            stays = f"The effects of {', '.join(lasting)} elsewhere are not undone if a call fails."
+            texts.append(stays)
+        if self._namespace and self.renamed:
+            names = (f"`{ours}` is its `{theirs}`" for ours, theirs in self.renamed.items())
+            texts.append(f"Of the server {self._namespace}: {', '.join(names)}.")
+        return "\n\n".join(texts)
+
+    def _share_names(self, namespace: str, elsewhere: Callable[[], AbstractSet[str]]) -> None:
+        """Offer tools that another server has, too, under the server's own name."""
+        self._namespace, self._elsewhere = namespace, elsewhere
+        taken = elsewhere()
+        self._names = {name: ours for name, ours in self._names.items() if ours not in taken}
+        assert self._listed is not None
+        self.tools = self._offered(self._listed)
 
     # What is offered
 
-    def _follow(self, listed: Sequence[types.Tool]) -> None:
+    def approve(self, *names: str) -> tuple[str, ...]:
+        """Approve tools as they are defined now, by the server's names; all without a name.
+
+        They are offered from the next rendering on. Returns the names of those that needed it.
+        """
+        listed = self._connection.open()
+        known = {tool.name: tool for tool in listed}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ToolDefinitionError(f"the server has no tool {', '.join(map(repr, unknown))}")
+        chosen = [tool for tool in listed if not names or tool.name in names]
+        needed = tuple(tool.name for tool in chosen if tool.name in self._changed)
+        self._pins.approve(chosen)
+        self.tools, self._listed = self._offered(listed), listed
+        return needed
+
+    @property
+    def unapproved(self) -> Mapping[str, str]:
+        """The server's tools that are not offered until they are approved, each with a diff."""
+        tools = {tool.name: tool for tool in self._listed or ()}
+        return {name: self._pins.difference(tools[name]) for name in self._changed if name in tools}
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The server's names of the tools that are offered under another one, by that name."""
+        offered = {tool.name for tool in self.tools}
+        names = {ours: theirs for theirs, ours in self._names.items() if ours != theirs}
+        return {ours: theirs for ours, theirs in names.items() if ours in offered}
+
+    def _follow(self, listed: Sequence[types.Tool], *, offer: bool) -> None:
         if self._listed is None or listed == self._listed:
+            return
+        if not offer:  # calls of a tool that is not what it was are refused all the same
+            self._changed = self._needing_approval(listed)
             return
         try:
             # For later renderings; running calls have the tools of their turn.
@@ -223,17 +308,36 @@ class McpToolsSection(Section[None]):
                 hint = f"did you mean {near[0]!r}?" if near else f"its tools are {', '.join(names)}"
                 raise ToolDefinitionError(f"{option}: the server has no tool {pattern!r}; {hint}")
 
-    def _offered(self, listed: Sequence[types.Tool]) -> tuple[Tool[Any, Any], ...]:
-        wanted = {
+    def _wanted(self, listed: Sequence[types.Tool]) -> dict[str, types.Tool]:
+        return {
             tool.name: tool
             for tool in listed
             if _matches(tool.name, self._allow) and not _matches(tool.name, self._deny)
         }
-        names = _offered_names(wanted, prefix=self._prefix, rename=self._rename, known=self._names)
+
+    def _needing_approval(self, listed: Sequence[types.Tool]) -> dict[str, str]:
+        found = {name: self._pins.problem(tool) for name, tool in self._wanted(listed).items()}
+        return {name: problem for name, problem in found.items() if problem}
+
+    def _offered(self, listed: Sequence[types.Tool]) -> tuple[Tool[Any, Any], ...]:
+        wanted = self._wanted(listed)
+        names = _offered_names(
+            wanted,
+            prefix=self._prefix,
+            rename=self._rename,
+            known=self._names,
+            namespace=self._namespace,
+            elsewhere=self._elsewhere(),
+        )
         self._names.update(names)
+        self._changed = self._needing_approval(listed)
         tools: list[Tool[Any, Any]] = []
         left_out: list[LeftOutTool] = []
         for name, tool in wanted.items():
+            if name in self._changed:
+                _logger.warning("a tool of an MCP server needs approval: %s", name)
+                left_out.append(LeftOutTool(name, self._changed[name]))
+                continue
             terms = self._terms(tool, names[name])
             try:
                 tools.append(self._tool(tool, terms))
@@ -253,16 +357,22 @@ class McpToolsSection(Section[None]):
             return await self._call(terms, params, context)
 
         permission = self._of("permissions", listed.name)
-        return Tool.from_schema(
-            terms.offered,
-            (listed.description or listed.title or f"The server's tool {listed.name}.").strip(),
-            schema,
-            handler,
+        description = listed.description or listed.title or f"The server's tool {listed.name}."
+        # The handler has a timeout of its own, which stops while a person is asked; this one is a
+        # safety net.
+        is_timed = terms.timeout is not None and not self._connection.may_wait_for_person
+        return _ServerTool(
+            name=terms.offered,
+            description=description.strip(),
+            input_schema=schema,
+            handler=handler,
+            params_type=dict,
+            result_type=Any,
+            strict=False,
             title=listed.title or "",
             reach=terms.reach,
             writes=terms.writes,
-            # The handler has a timeout of its own; this one is a safety net.
-            timeout=None if terms.timeout is None else terms.timeout + _GRACE,
+            timeout=terms.timeout + _GRACE if is_timed and terms.timeout else None,
             retry=terms.retry,
             preconditions=[
                 PermissionPrecondition(
@@ -310,6 +420,9 @@ class McpToolsSection(Section[None]):
     ) -> ToolResult[McpOutput]:
         from mcp import MCPError, types
 
+        if terms.name in self._changed:
+            text = f"The server's tool is not offered any more: {self._changed[terms.name]}"
+            return ToolResult.error(text, code="NOT_APPROVED", recoverable=False)
         context.resources.find(self._lease)  # the connection ends with the resources it is used by
         try:
             answer = await self._answered(terms, params, context)
@@ -335,14 +448,18 @@ class McpToolsSection(Section[None]):
     ) -> types.CallToolResult:
         limit, by_deadline = _limit(terms, context)
         loop = asyncio.get_running_loop()
+        clock = _Clock()
 
         def report(done: float, total: float | None, message: str | None) -> None:
             said = partial(context.report, message or "", done=done, total=total)
             loop.call_soon_threadsafe(said)
 
         try:
-            async with asyncio.timeout(limit):
-                return await self._connection.call(terms.name, params, on_progress=report)
+            async with asyncio.timeout(limit) as clock.timeout:
+                caller = PendingCall(context, terms.offered, clock.on_wait)
+                return await self._connection.call(
+                    terms.name, params, caller=caller, on_progress=report
+                )
         except TimeoutError:
             await self._halt(terms)
             if by_deadline:
@@ -390,7 +507,124 @@ class McpToolsSection(Section[None]):
         )
 
 
-def _lease_of(connection: McpConnection) -> type[Any]:
+def mcp_sections(servers: Mapping[str, object], **options: Any) -> tuple[McpToolsSection, ...]:
+    """Return a section for each of several servers, whose tools have different names.
+
+    A tool that more than one of them has is offered with the server's name in front:
+    ``git__search`` and ``notes__search``. The text of the section tells the model so, and
+    ``section.renamed`` tells you.
+
+    Args:
+        servers: By a name that you choose, a server, or a mapping of the options of its
+            ``McpToolsSection``.
+        options: Options of all of them.
+    """
+    made: dict[str, McpToolsSection] = {}
+    try:
+        for name, server in servers.items():
+            own: dict[str, Any] = (
+                dict(cast("Any", server)) if isinstance(server, Mapping) else {"server": server}
+            )
+            stated: dict[str, Any] = {"title": f"Tools of {name}", **options, **own}
+            made[name] = McpToolsSection(**stated)
+    except BaseException:
+        for section in made.values():
+            section.close()
+        raise
+    # All from the names they have alone: which of them comes first does not matter.
+    alone = {name: frozenset(each.name for each in s.tools) for name, s in made.items()}
+
+    def elsewhere(name: str) -> Callable[[], AbstractSet[str]]:
+        others = [weakref.ref(section) for other, section in made.items() if other != name]
+        first = frozenset[str]().union(*(names for other, names in alone.items() if other != name))
+
+        def names() -> AbstractSet[str]:
+            now = (section.tools for section in (ref() for ref in others) if section is not None)
+            return first.union(*({each.name for each in tools} for tools in now))
+
+        return names
+
+    for name, section in made.items():
+        section._share_names(name, elsewhere(name))  # pyright: ignore[reportPrivateUsage]
+    return tuple(made.values())
+
+
+class _ServerTool(Tool[dict[str, Any], McpOutput]):
+    """A tool of a server."""
+
+    def parse(self, arguments: object) -> dict[str, Any]:
+        """Return the arguments; ``null`` for one that may be left out leaves it out.
+
+        Models fill in what they do not need with ``null``. It is passed on where the server's
+        schema accepts it.
+        """
+        try:
+            return super().parse(arguments)
+        except InvalidArguments:
+            left = self._without_nulls(arguments)
+            if left is None:
+                raise
+            return super().parse(left)
+
+    def _without_nulls(self, arguments: object) -> dict[str, Any] | None:
+        """Return the arguments without each null that the schema refuses; None if there is none."""
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            return None
+        given = cast("Mapping[str, Any]", arguments)
+        schema = cast("Mapping[str, Any]", self.input_schema)
+        properties = schema.get("properties", {})
+        refused = {
+            name
+            for name, value in given.items()
+            if value is None
+            and name in properties
+            and name not in schema.get("required", ())
+            and not _accepts_null(properties[name], schema)
+        }
+        left = {name: value for name, value in given.items() if name not in refused}
+        return left if refused else None
+
+
+def _accepts_null(schema: object, whole: Mapping[str, Any]) -> bool:
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    defined = {
+        key: whole[key] for key in ("$schema", "$id", "$defs", "definitions") if key in whole
+    }
+    try:
+        return not any(BoundedSchema({**defined, **cast("Any", schema)}).errors(None))
+    except Exception:  # too much to check
+        return True
+
+
+class _Clock:
+    """The timeout of a call, which stops while a person is asked."""
+
+    timeout: asyncio.Timeout
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._left: list[float] = []
+
+    def on_wait(self, waits: bool) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the call has ended
+            self._loop.call_soon_threadsafe(self._set, waits)
+
+    def _set(self, waits: bool) -> None:
+        end, now = self.timeout.when(), self._loop.time()
+        with suppress(RuntimeError):  # it has expired, or the call has ended
+            if waits:
+                self._left.append(math.inf if end is None else end - now)
+                self.timeout.reschedule(None)
+            elif self._left:
+                left = self._left.pop()
+                self.timeout.reschedule(None if left == math.inf else now + left)
+
+
+def lease_of(connection: McpConnection) -> type[Any]:
     """Return the type of a share in a connection, which is closed with the last share.
 
     Each section has a type of its own: resources are found by type.
@@ -476,19 +710,29 @@ def _failure(terms: _Terms, message: str, code: str) -> ToolResult[Any]:
 
 
 def _offered_names(
-    names: Iterable[str], *, prefix: str, rename: Mapping[str, str], known: Mapping[str, str]
+    names: Iterable[str],
+    *,
+    prefix: str,
+    rename: Mapping[str, str],
+    known: Mapping[str, str],
+    namespace: str,
+    elsewhere: AbstractSet[str],
 ) -> dict[str, str]:
     """Return our names for a server's tools; those in ``known`` keep theirs."""
     given = {name: known[name] for name in names if name in known}
     taken = set(known.values())
     new = [name for name in names if name not in given]
 
+    def ours(name: str) -> str:
+        made = rename.get(name) or _plain(prefix + name)
+        return _plain(f"{namespace}__{made}") if made in elsewhere else made
+
     def rank(name: str) -> tuple[bool, bool]:
         return name not in rename, _plain(prefix + name) != name
 
     # First names that the user chose, then those that need no change.
     for name in sorted(new, key=rank):
-        given[name] = _unique(rename.get(name) or _plain(prefix + name), taken)
+        given[name] = _unique(ours(name), taken)
         taken.add(given[name])
     return given
 

@@ -19,6 +19,7 @@ from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefuse
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.filesystem.ignored import IgnoredFiles
+from weakincentives.mcp.server_resources import McpResource
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, KnownFiles, PolicyState
 from weakincentives.prompt.prompt import Offer
@@ -133,6 +134,11 @@ class History:
         return self.diff or "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class DiffParams:
+    call_id: str
+
+
 @dataclass(slots=True)
 class _Point:
     """The state before a call, except files on disk: those have a history of their own."""
@@ -141,6 +147,8 @@ class _Point:
     resources: dict[str, object]
     changed: bool = True
     """Whether the call has changed any of it, as far as that is known."""
+    is_shared: bool = False
+    """Whether another call ran at the same time: then what it changed is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +223,7 @@ class UndoTools:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._points: OrderedDict[str, _Point] = OrderedDict()
+        self._running: set[str] = set()
         self.tools: tuple[Tool[Any, Any], ...] = (
             Tool[UndoParams, Undone](
                 name="undo",
@@ -242,12 +251,17 @@ class UndoTools:
     def before(self, call: ToolCall, offer: Offer | None, context: ToolContext) -> None:
         """Remember the state before a call that may change it."""
         if offer is not None and offer.tool.reach != "read" and offer.tool not in self.tools:
-            self._points[call.id] = _point(self._session, context)
+            point = self._points[call.id] = _point(self._session, context)
+            point.is_shared = bool(self._running)
+            for other in self._running:
+                self._points[other].is_shared = True
+            self._running.add(call.id)
             if len(self._points) > _MAX_POINTS:
                 self._points.popitem(last=False)
 
     def after(self, call: ToolCall, result: ToolResult[Any]) -> None:
         """Note whether the call has changed the state; forget a failed call."""
+        self._running.discard(call.id)
         point = self._points.get(call.id)
         if point is None:
             return
@@ -267,7 +281,67 @@ class UndoTools:
             if kind not in (PolicyState, KnownFiles, CompletedTools)
         )
 
+    @property
+    def resources(self) -> tuple[McpResource, ...]:
+        """The history and its diffs, for clients to read."""
+        history = Tool[None, History](
+            name="read_history",
+            title="History",
+            description="The last calls and the files they changed.",
+            handler=self._read_history,
+            reach="read",
+        )
+        diff = Tool[None, None](
+            name="read_diff",
+            title="Changes",
+            description="What the calls of this session changed in files and was not undone.",
+            handler=self._read_diff,
+            reach="read",
+            max_result_chars=None,
+        )
+        one = Tool[DiffParams, None](
+            name="read_call_diff",
+            title="Changes of a call",
+            description="What one call changed in files.",
+            handler=self._read_call_diff,
+            reach="read",
+            max_result_chars=None,
+        )
+        kind = "text/x-diff"
+        return (
+            McpResource(uri="wink://history", tool=history, version=self._version),
+            McpResource(uri="wink://diff", tool=diff, mime_type=kind, version=self._version),
+            McpResource(
+                uri="wink://calls/{call_id}/diff",
+                tool=one,
+                mime_type=kind,
+                complete={"call_id": lambda value, others: self._changing_calls()},
+            ),
+        )
+
+    def _version(self, context: ToolContext, uri: str) -> object:
+        latest = self._session[ToolInvoked].latest()
+        return None if latest is None else latest.call_id
+
+    def _changing_calls(self) -> list[str]:
+        return [each.call_id for each in self._session[ToolInvoked].newest_first() if each.success]
+
     # The tools
+
+    def _read_history(self, params: None, *, context: ToolContext) -> ToolResult[History]:
+        return self._history(HistoryParams(limit=100), context=context)
+
+    def _read_diff(self, params: None, *, context: ToolContext) -> ToolResult[None]:
+        past = _Past(context)
+        standing = [each.call_id for each in past.standing() if each.call_id in past.paths]
+        diffs = [] if past.files is None else [past.files.diff(each) for each in reversed(standing)]
+        return ToolResult.ok(None, "".join(diffs))
+
+    def _read_call_diff(self, params: DiffParams, *, context: ToolContext) -> ToolResult[None]:
+        found = self._history(HistoryParams(call_id=params.call_id), context=context)
+        if found.value is None:
+            return ToolResult.error(found.message)
+        return ToolResult.ok(None, found.value.diff)
 
     def _undo(self, params: UndoParams, *, context: ToolContext) -> ToolResult[Undone]:
         if params.checkpoint is not None and params.call_id is not None:
@@ -334,7 +408,9 @@ class UndoTools:
                 "Later calls have changed the session's state, too: undo those first, or pass "
                 "and_later=true"
             )
-        if point is not None:
+        if point is not None and point.is_shared and point.changed:
+            snapshot = None
+        elif point is not None:
             snapshot = point.session
         elif isinstance(chosen.to.result.value, Checkpoint):
             snapshot = _saved_state(chosen.to.call_id, context.session)

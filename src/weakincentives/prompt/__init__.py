@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from weakincentives.prompt.approval import ApprovalRule as ApprovalRule
     from weakincentives.prompt.approval import CallPreview as CallPreview
     from weakincentives.prompt.approval import StandingApproval as StandingApproval
+    from weakincentives.prompt.caller import Caller as Caller
+    from weakincentives.prompt.caller import NotAnswered as NotAnswered
+    from weakincentives.prompt.caller import Root as Root
+    from weakincentives.prompt.caller import Sample as Sample
+    from weakincentives.prompt.caller import SampleRequest as SampleRequest
     from weakincentives.prompt.completion import AllOf as AllOf
     from weakincentives.prompt.completion import AnyOf as AnyOf
     from weakincentives.prompt.completion import CompletionResult as CompletionResult

@@ -65,6 +65,8 @@ class CallPreview:
     """The paths that the call changes, with links followed. Rules for paths look at them."""
     command: tuple[str, ...] = ()
     """The words of a command that is nothing but words. Rules for commands look at them."""
+    script: str = ""
+    """The argument that is a command for a shell: it is shown as one."""
     state: str = ""
     """Differs whenever what the preview is based on differs: a digest of the files, for example."""
 
@@ -83,6 +85,8 @@ class ApprovalRequest:
     call_id: str
     session_id: str
     preview: CallPreview = _NO_PREVIEW
+    defaults: tuple[str, ...] = ()
+    """The arguments that have their default value. A question can leave them out."""
     policy_name: str = ""
     """Which policy asks: a call may need several approvals."""
     revise: Callable[[Mapping[str, Any]], ApprovalRequest] | None = field(
@@ -106,8 +110,13 @@ class ApprovalRequest:
         if preview.diff:
             text = visible(preview.diff.replace("\\", "\\\\")).rstrip("\n")
             lines += ["The change:", *(f"  | {line}" for line in text.split("\n"))]
-        lines += ["Arguments:"] if self.arguments else ["No arguments."]
-        for name, value in self.arguments.items():
+        named = {n: v for n, v in self.arguments.items() if n not in self.defaults}
+        lines += ["Arguments:"] if named else ["No arguments."]
+        for name, value in named.items():
+            if preview.script and name == preview.script and isinstance(value, str):
+                command = visible(value.replace("\\", "\\\\")).split("\n")
+                lines += [f"  | $ {command[0]}", *(f"  |   {line}" for line in command[1:])]
+                continue
             shown = json.dumps(value, ensure_ascii=False, default=repr)
             shown = "in the change" if name in preview.in_diff else visible(shown)
             lines.append(f"  | {visible(json.dumps(name, ensure_ascii=False))[1:-1]}: {shown}")
@@ -335,7 +344,7 @@ class ApprovalPolicy:
         if self.ask is None or context.approval is not None:
             answer = self._from_outside(request, context)
         else:
-            answer = await self._answer(self.ask, request)
+            answer = await answer_to(self.ask, request, self.timeout)
         if answer.approved is not True:
             return _decision(request, answer)
         try:
@@ -388,22 +397,24 @@ class ApprovalPolicy:
                 return f"approved{by} for the session: {each.rule}"
         return None
 
-    async def _answer(self, ask: Ask, request: ApprovalRequest) -> Approval:
-        try:
-            answer = await asyncio.wait_for(_asked(ask, request), self.timeout)
-        except Exception as error:
-            if isinstance(error, Suspended):  # the answer comes later
-                raise
-            if isinstance(error, TimeoutError) and self.timeout is not None:
-                return Approval(False, reason=f"no answer within {self.timeout:g} s")
-            _logger.exception("asking for approval of %s failed", request.tool_name)
-            return Approval(False, reason=f"asking failed: {error!r}")
-        if isinstance(answer, Approval):
-            return answer
-        if isinstance(answer, bool):
-            return Approval(answer)
-        _logger.error("an approval must be a bool or an Approval, got %r", answer)
-        return Approval(False, reason="the answer was invalid")
+
+async def answer_to(ask: Ask, request: ApprovalRequest, timeout: float | None) -> Approval:
+    """Ask a person; a late or invalid answer, and an ``ask`` that raises, is a denial."""
+    try:
+        answer = await asyncio.wait_for(_asked(ask, request), timeout)
+    except Exception as error:
+        if isinstance(error, Suspended):  # the answer comes later
+            raise
+        if isinstance(error, TimeoutError) and timeout is not None:
+            return Approval(False, reason=f"no answer within {timeout:g} s")
+        _logger.exception("asking for approval of %s failed", request.tool_name)
+        return Approval(False, reason=f"asking failed: {error!r}")
+    if isinstance(answer, Approval):
+        return answer
+    if isinstance(answer, bool):
+        return Approval(answer)
+    _logger.error("an approval must be a bool or an Approval, got %r", answer)
+    return Approval(False, reason="the answer was invalid")
 
 
 async def _asked(ask: Ask, request: ApprovalRequest) -> object:
@@ -425,14 +436,26 @@ def _request(tool: Tool[Any, Any], params: Any, context: ToolContext) -> Approva
         except Exception as error:
             _logger.exception("the preview of %s failed", tool.name)
             preview = CallPreview(facts={"preview": f"failed: {error!r}"})
+    arguments = cast("Mapping[str, Any]", dump(params) or {})
     return ApprovalRequest(
         tool_name=tool.name,
         description=tool.description,
-        arguments=cast("Mapping[str, Any]", dump(params) or {}),
+        arguments=arguments,
+        defaults=_defaults(tool, arguments),
         reach=tool.reach,
         call_id=context.call_id,
         session_id=context.session_id,
         preview=preview,
+    )
+
+
+def _defaults(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    known = tool.parameters.get("properties", {})
+    return tuple(
+        name
+        for name, value in arguments.items()
+        if "default" in known.get(name, {})
+        and _json({"": value}) == _json({"": known[name]["default"]})
     )
 
 

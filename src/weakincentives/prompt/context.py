@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from weakincentives.budget import BudgetTracker
 from weakincentives.call import CancellationToken, RunContext
+from weakincentives.deadlines import check_deadline
 from weakincentives.filesystem import Filesystem
+from weakincentives.logs import get_logger
+from weakincentives.prompt.caller import NOBODY
 from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 
 if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
     from weakincentives.memory import MemoryManager
     from weakincentives.prompt.approval import Approval
+    from weakincentives.prompt.caller import Caller, LogLevel, Root, Sample, SampleMessage
     from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
     from weakincentives.session import Session
+
+T = TypeVar("T")
+
+_logger = get_logger("weakincentives.tools")
 
 
 class _Memory:
@@ -86,6 +94,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Receives the progress that tools report: call id, message, done, total."""
+    caller: Caller | None = field(default=None, repr=False, compare=False)
+    """Who made the call, as far as its handler can turn to them."""
     approval: Approval | None = field(default=None, init=False, repr=False, compare=False)
     """What a person has decided about this call elsewhere, before it was made."""
 
@@ -108,12 +118,14 @@ class ToolContext:
             signal: CancellationToken = ...,
             degraded: tuple[str, ...] = (),
             on_report: Callable[[str, str, float | None, float | None], object] | None = None,
+            caller: Caller | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         resources = self.resources
         if resources is None and self.prompt is not None:  # pyright: ignore[reportUnnecessaryComparison]
             resources = self.prompt.resources
+        check_deadline(self.deadline)
         object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
@@ -195,3 +207,79 @@ class ToolContext:
         if self.on_report is not None:
             self.on_report(self.call_id, message, done, total)
         self.beat()
+
+    def log(self, message: object, *, level: LogLevel = "info") -> None:
+        """Log something for the caller, at once; where there is none, for the program.
+
+        Unlike a result it is not rolled back and not recorded, and a model does not see it.
+        """
+        if self.signal.cancelled:
+            return
+        if self.caller is None:
+            _logger.log(_LEVELS[level], "%s", message)
+        else:
+            self.caller.log(level, message, str(self.config.get("tool_name") or ""))
+
+    @overload
+    async def ask(self, question: str, form: type[T], *, key: str = "") -> T: ...
+    @overload
+    async def ask(
+        self, question: str, form: Mapping[str, Any], *, key: str = ""
+    ) -> Mapping[str, Any]: ...
+    async def ask(
+        self, question: str, form: type[Any] | Mapping[str, Any], *, key: str = ""
+    ) -> Any:
+        """Ask the caller's user to fill in a form, and return it filled in.
+
+        A caller may have to make the call again with the answer: then it is rolled back, and runs
+        from its start, where the same question has its answer at once.
+
+        Args:
+            form: A dataclass of texts, numbers, booleans and choices (``Literal``), or a schema.
+            key: What an MCP client calls the question.
+
+        Raises:
+            NotAnswered: The user declined, or there is no one to ask.
+        """
+        from weakincentives.prompt.forms import read_form, schema_of_form
+
+        answer = await (self.caller or NOBODY).ask(question, schema_of_form(form), key)
+        return read_form(form, answer)
+
+    async def sample(
+        self,
+        messages: str | Sequence[SampleMessage],
+        *,
+        max_tokens: int = 1000,
+        system: str = "",
+        temperature: float | None = None,
+        stop_sequences: Sequence[str] = (),
+        key: str = "",
+    ) -> Sample:
+        """Let the caller's model answer; it may take another, or ask its user first."""
+        from weakincentives.prompt.caller import SampleRequest
+
+        request = SampleRequest(
+            messages=(("user", messages),) if isinstance(messages, str) else tuple(messages),
+            max_tokens=max_tokens,
+            system=system,
+            temperature=temperature,
+            stop_sequences=tuple(stop_sequences),
+        )
+        return await (self.caller or NOBODY).sample(request, key)
+
+    async def roots(self, *, key: str = "") -> tuple[Root, ...]:
+        """Return the folders that the caller works in."""
+        return await (self.caller or NOBODY).roots(key)
+
+
+_LEVELS: Mapping[LogLevel, int] = {
+    "debug": 10,
+    "info": 20,
+    "notice": 20,
+    "warning": 30,
+    "error": 40,
+    "critical": 50,
+    "alert": 50,
+    "emergency": 50,
+}

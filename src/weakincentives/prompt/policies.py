@@ -12,6 +12,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_origin
@@ -669,16 +670,33 @@ class ProtectedPathsPolicy:
 
     def _protects_in(self, files: Any, path: str) -> bool:
         """Whether a path is protected, or is the target of a protected link."""
-        if self.protects(path):
+        here = self._in(files)
+        if here.protects(path):
             return True
         links = getattr(files, "behind_links", None)
-        behind = links(self.patterns) if links is not None else ()
+        behind = links(here.patterns) if links is not None else ()
         parts = tuple(path.split("/"))
         return any(parts[: len(each)] == each for each in behind)
+
+    def _in(self, files: Filesystem) -> ProtectedPathsPolicy:
+        """Return the policy with patterns that begin at the root of these files.
+
+        It may be spelled as for the file tools: `/workspace/a`, or the path of the directory.
+        """
+        spelled = tuple(_from_root(each, files) for each in self.patterns)
+        return self if spelled == self.patterns else replace(self, patterns=spelled)
 
     def protects(self, path: str) -> bool:
         """Whether a normalised path, or a directory above it, matches a pattern."""
         return self._protected.match(path)
+
+
+def _from_root(pattern: str, files: Filesystem) -> str:
+    if pattern.startswith("/"):
+        with suppress(FilesystemError):  # it begins at the root already
+            normal = files.normalize(pattern)
+            return "/**" if normal == "." else f"/{normal}"
+    return pattern
 
 
 class _CountsCalls(_Remembers):
@@ -700,6 +718,10 @@ class _CountsCalls(_Remembers):
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
         return not self.tools or tool.name in self.tools
 
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        """Return how many more calls of a tool are allowed now."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class QuotaPolicy(_CountsCalls):
@@ -718,6 +740,9 @@ class QuotaPolicy(_CountsCalls):
         if calls is None:
             return ALLOWED
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
+
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        return self.max_calls - self._ask(context, lambda tally: cast("CallTally", tally).calls)
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
         self._remember(context, lambda tally: replace(tally, calls=tally.calls + 1))
@@ -747,6 +772,11 @@ class RateLimitPolicy(_CountsCalls):
             f"Maximum: {self.max_calls_per_minute} calls per minute\n"
             f"Wait 60 seconds before retrying"
         )
+
+    def room(self, tool: Tool[Any, Any], *, context: ToolContext) -> int:
+        now = context.session.clock.time()
+        used = self._ask(context, lambda tally: len(_last_minute(tally, tool.name, now)))
+        return self.max_calls_per_minute - used
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
         now = context.session.clock.time()
@@ -781,6 +811,8 @@ class AttachedPolicy:
     applies_to: Callable[[Tool[Any, Any]], bool] | None = None
     asks_a_person: bool = False
     """Then the calls it governs never run concurrently: a re-run would ask again."""
+    room: Callable[..., int] | None = None
+    """``room(tool, context=...)`` tells how many more calls it allows: no more run concurrently."""
     governs: tuple[str, ...] = ()
     """The tools that it names: each must be offered where it is attached."""
     refers_to: tuple[str, ...] = ()
@@ -812,6 +844,8 @@ class AttachedPolicy:
 
 def attach(policies: Iterable[AnyPolicy]) -> tuple[AttachedPolicy, ...]:
     """Adapt policies of either form; refuse anything else."""
+    if not isinstance(policies, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"policies are a list, got {policies!r}: write policies=[...]")
     return tuple(_attach(policy) for policy in policies)
 
 
@@ -832,6 +866,12 @@ def _attach(policy: Any) -> AttachedPolicy:
         problem = misfit(check, 1, 2, context=3)
     listeners = {"on_start": (1, 2), "on_result": (1, 2, 3)}
     heard = {name: getattr(policy, name, None) for name in listeners}
+    mixed = [name for name, each in heard.items() if each is not None] if is_small else []
+    if mixed:
+        raise TypeError(
+            f"policy {policy!r} mixes both forms: with {mixed[0]}, write "
+            "check(self, tool, params, *, context) and return a PolicyDecision"
+        )
     for name, args in listeners.items():
         listener = heard[name]
         if listener is not None and is_async(listener):
@@ -849,6 +889,7 @@ def _attach(policy: Any) -> AttachedPolicy:
         is_small=is_small,
         applies_to=getattr(policy, "applies_to", None),
         asks_a_person=getattr(policy, "asks_a_person", False) is True,
+        room=policy.room if isinstance(policy, _CountsCalls) else None,
         governs=_named_by(policy, "governs"),
         refers_to=_named_by(policy, "refers_to"),
         **heard,
@@ -938,6 +979,18 @@ def refuse_unknown_references(
                 raise error(f"{says}, which {where} does not offer; {_hint(name, known)}")
 
 
+def refuse_unknown_cascades(
+    tools: Iterable[Tool[Any, Any]], known: Collection[str], where: str, error: type[Exception]
+) -> None:
+    """Refuse an effect that calls a tool which is not offered: it would always fail."""
+    for tool in tools:
+        for effect in tool.effects:
+            name = getattr(effect, "trigger_tool", None)
+            if isinstance(name, str) and name.replace(":", "__") not in known:
+                says = f"an effect of tool {tool.name!r} calls the tool {name!r}"
+                raise error(f"{says}, which {where} does not offer; {_near(name, known)}")
+
+
 def refuse_misspelt_tools(
     policies: Iterable[AttachedPolicy], known: Collection[str], error: type[Exception]
 ) -> None:
@@ -953,6 +1006,10 @@ def refuse_misspelt_tools(
 
 
 def _hint(name: str, offered: Collection[str]) -> str:
+    return f"{_near(name, offered)} For a tool that may be missing, write if_offered({name!r})"
+
+
+def _near(name: str, offered: Collection[str]) -> str:
     from difflib import get_close_matches
 
     own = sorted(set(offered) - RUNTIME_TOOLS)
@@ -960,8 +1017,7 @@ def _hint(name: str, offered: Collection[str]) -> str:
     near = [each for each in own if each.rpartition("__")[2] == local]
     near = near or get_close_matches(name, sorted(offered), n=1, cutoff=0.5)
     some = ", ".join(own[:20]) + (f" and {len(own) - 20} more" if len(own) > 20 else "")
-    hint = f"did you mean {near[0]!r}?" if near else f"its tools are {some or 'none'}."
-    return f"{hint} For a tool that may be missing, write if_offered({name!r})"
+    return f"did you mean {near[0]!r}?" if near else f"its tools are {some or 'none'}."
 
 
 def refuse_shared_names(policies: Iterable[AttachedPolicy], error: type[Exception]) -> None:

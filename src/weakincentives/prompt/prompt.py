@@ -21,6 +21,7 @@ from weakincentives.prompt.policies import (
     attach,
     names_of,
     refuse_shared_names,
+    refuse_unknown_cascades,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from weakincentives.media import Media
+    from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.overrides import PromptOverrides
     from weakincentives.session import Session
 
@@ -98,19 +100,33 @@ class Offer:
         policies = tuple(sorted(policies, key=lambda policy: policy.asks_a_person))
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
-        members = getattr(tool.handler, "composed_of", ())
+        members = [cls.of(each, rules) for each in getattr(tool.handler, "composed_of", ())]
         may_run_concurrently = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
             and tool.writes == "api"  # a scan cannot attribute changes to a call
             and tool.handler is not None
             and not any(policy.asks_a_person for policy in policies)
-            and all(cls.of(member, rules).may_run_concurrently for member in members)
+            and all(each.may_run_concurrently and not each.is_counted for each in members)
         )
         names = tuple(policy.name for policy in policies)
         return cls(
             tool, policies, listeners, counters, needs_loop, may_run_concurrently, rules, names
         )
+
+    @property
+    def is_counted(self) -> bool:
+        return any(policy.room is not None for policy in self.counters)
+
+    def may_join(self, others: int, context: ToolContext) -> bool:
+        """Tell whether a call may run concurrently with as many others of its turn.
+
+        Those that a policy counts are counted when they are committed.
+        """
+        if not self.may_run_concurrently:
+            return False
+        rooms = (each.room(self.tool, context=context) for each in self.counters if each.room)
+        return all(room > others for room in rooms)
 
     def asked_until(self, policy: AttachedPolicy) -> tuple[str, ...]:
         """Return the names of the policies up to this one."""
@@ -202,6 +218,10 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         (output_type,) = type_args
         return cls(*args, output_type=output_type, **kwargs)
 
+    def __repr__(self) -> str:
+        sections = ", ".join(section.derived_key() for section in self.sections)
+        return f"<{type(self).__name__} {self.ns}/{self.key}: {sections}>"
+
     def with_sections(
         self, change: Callable[[str, Section[Any]], Section[Any]]
     ) -> PromptTemplate[OutT]:
@@ -284,6 +304,9 @@ class Prompt(Generic[OutT]):
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
+
+    def __repr__(self) -> str:
+        return f"<Prompt of {self.template!r}>"
 
     def bind(
         self,
@@ -605,6 +628,14 @@ def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
         yield from walk(node.children)
 
 
+def check_prompt(prompt: object) -> None:
+    """Refuse a template, or anything else, where a Prompt is expected."""
+    if isinstance(prompt, PromptTemplate):
+        raise TypeError("expected a Prompt, got a PromptTemplate: write Prompt(template)")
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"expected a Prompt, got {prompt!r}")
+
+
 def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
     """Refuse problems that do not depend on which sections are enabled."""
     _refuse_duplicates(_always_offered(nodes))
@@ -616,6 +647,8 @@ def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
         section.check_policies(known)
     refuse_unknown_tools(policies, known, known, "the prompt", PromptValidationError)
     refuse_unknown_references(every, known, "the prompt", PromptValidationError)
+    tools = (tool for section in sections for tool in section.tools)
+    refuse_unknown_cascades(tools, known, "the prompt", PromptValidationError)
 
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:

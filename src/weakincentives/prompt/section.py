@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -150,6 +150,11 @@ class Section(TypedConstructor, Generic[ParamsT]):
             if isinstance(origin, type) and issubclass(origin, Section):
                 cls._declared_params = args[0]
 
+    def __repr__(self) -> str:
+        named = [tool.name for tool in self.tools]
+        tools = f", tools: {', '.join(named)}" if named else ""
+        return f"<{type(self).__name__} {self.derived_key()!r}{tools}>"
+
     def __init__(
         self,
         *,
@@ -175,6 +180,10 @@ class Section(TypedConstructor, Generic[ParamsT]):
         self.key = key
         """Its address; derived from the title if left out."""
         self.title = title or re.sub(r"[-_.]+", " ", key).strip().title()
+        if not isinstance(tools, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PromptValidationError(
+                f"section {title!r}: tools are a list, got {tools!r}: write tools=[...]"
+            )
         self.tools = tuple(tools)
         self.policies = attach(policies)
         self.children = tuple(children)

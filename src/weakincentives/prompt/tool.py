@@ -751,6 +751,10 @@ def _tool_of(
     description: str | None,
     options: dict[str, Any],
 ) -> FunctionTool[..., Any]:
+    if isinstance(function, Tool):
+        raise ToolDefinitionError(
+            f"{function!r} is a tool already: apply @tool once; a variant is tool.replace(...)"
+        )
     title = _title(function)
     description = description or _first_paragraph(function)
     if not description:

@@ -22,6 +22,7 @@ from weakincentives.errors import (
     MergeConflict,
     PolicyDenied,
     PromptEvaluationError,
+    ProtocolError,
     Refusal,
     Suspended,
     ToolTimeout,
@@ -46,6 +47,8 @@ _logger = get_logger(__name__)
 
 INTERRUPTED = "INTERRUPTED"
 """The code of a call that was cancelled, or whose process was interrupted."""
+PROTOCOL_ERROR = "PROTOCOL_ERROR"
+"""The code of a call whose handler raised an error for its caller's protocol."""
 _UNFINISHED: dict[type, tuple[str, str]] = {
     CoroutineType: ("a coroutine", "make it `async def`, or await what it calls"),
     GeneratorType: ("a generator", "return a list of what it yields"),
@@ -54,6 +57,8 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
 _GRACE = 0.05
 """Seconds for an async handler to end when it has timed out: then nothing is left that could change
 what was undone."""
+_MOST_SHOWN = 5
+"""Errors of a TaskGroup that the model is told."""
 _MAX_EDITED = 2000
 """Characters of edited arguments that the model is told."""
 _MEMBERS_FIRST = 5.0
@@ -157,6 +162,11 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
         )
     result: ToolResult[Any] = answer  # pyright: ignore[reportUnknownVariableType]
     value = result.value
+    if type(result.message) is not str:
+        raise TypeError(
+            f"the message of its result must be a text, got {result.message!r}; for a value, "
+            "return ToolResult.ok(value)"
+        )
     if result.success and (value is None or type(value) in tool.value_types):
         return result
     if type(value) not in _PLAIN:
@@ -229,8 +239,16 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
             transaction.denied_by = error.policy
         failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
         return ToolResult(text, success=False, failure=failure)
+    if isinstance(error, ProtocolError):
+        caller = transaction.context.caller
+        if caller is not None:
+            caller.refused = error
+        return ToolResult.error(text, code=PROTOCOL_ERROR, recoverable=False)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")
+    if transaction.lost_race is not None and not raises_through(error):
+        said = f"another transaction was changing the same data: {text.partition(chr(10))[0]}"
+        return ToolResult.error(said, code="CONFLICT", suggestions=("Look again, then retry",))
     if isinstance(error, (MergeConflict, InUse)):
         return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if raises_through(error):
@@ -259,7 +277,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
 
 
 _EXPECTED = (
-    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError
+    Failed, Refusal, ToolTimeout, MergeConflict, ContractError, ToolValidationError, ProtocolError
 )  # fmt: skip
 """Failures that are no bug: a line in the log, without a traceback."""
 
@@ -293,10 +311,23 @@ def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResul
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[Any]", error)
+        inner = "; ".join(f"{type(each).__name__}: {each}" for each in leaves(group)[:_MOST_SHOWN])
+        return f"{error.message}: {inner}"
     try:
         return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__
+
+
+def leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    """Return the errors in a group, and in the groups in it."""
+    found: list[BaseException] = []
+    for each in group.exceptions:
+        nested = isinstance(each, BaseExceptionGroup)
+        found += leaves(cast("BaseExceptionGroup[Any]", each)) if nested else [each]
+    return found
 
 
 def edited(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> str:

@@ -150,9 +150,14 @@ async def follow_up(
                 around = Surroundings(transaction.context, offers)
                 around.on_loop, depth = transaction.around.on_loop, transaction.depth + 1
                 try:
-                    await run_call(around, request, transaction.recorded, depth=depth)
+                    done: Any = await run_call(around, request, transaction.recorded, depth=depth)
                 finally:
                     around.leave()
+                if not done.success:
+                    _logger.warning(
+                        "tool %s was called after %s, and failed: %s",
+                        request.name, transaction.call.name, done.message.partition("\n")[0],
+                    )  # fmt: skip
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:

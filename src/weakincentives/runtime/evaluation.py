@@ -21,7 +21,7 @@ from weakincentives.call import (
     new_call_id,
     transaction_under_way,
 )
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.deadlines import Deadline, Heartbeat, check_deadline
 from weakincentives.errors import (
     CallLimitExceeded,
     ContextOverflow,
@@ -38,7 +38,7 @@ from weakincentives.logs import get_logger
 from weakincentives.media import Content, split_content
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
-from weakincentives.prompt.prompt import Prompt, RenderedPrompt
+from weakincentives.prompt.prompt import Prompt, RenderedPrompt, check_prompt
 from weakincentives.prompt.section import expand
 from weakincentives.prompt.structured_output import output_schema, parse_structured_output
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
@@ -227,7 +227,9 @@ class Run:
         self._cancels = options.get("cancel_open_calls", False)
         self._given_inbox, self._inbox = options.get("inbox"), None
         self._clock = session.clock
+        check_prompt(prompt)
         deadline, budget = options.get("deadline"), options.get("budget") or config.budget
+        check_deadline(deadline)
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
         tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget

@@ -10,22 +10,21 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from weakincentives.call import RunContext, new_id
 from weakincentives.events import Dispatcher
 from weakincentives.logs import get_logger
-from weakincentives.prompt.prompt import Resources
+from weakincentives.prompt.prompt import Prompt, Resources, check_prompt
 from weakincentives.runtime.evaluation import RunConfig
+from weakincentives.session import Session
 
 if TYPE_CHECKING:
     from typing import Unpack
 
     from weakincentives.media import Content
-    from weakincentives.prompt.prompt import Prompt
     from weakincentives.runtime.conversation import PromptResponse
     from weakincentives.runtime.evaluation import RunOptions
-    from weakincentives.session import Session
 
 RequestT = TypeVar("RequestT")
 OutT = TypeVar("OutT")
@@ -86,6 +85,11 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         bus: Dispatcher | None = None,
         config: MainLoopConfig | None = None,
     ) -> None:
+        if isinstance(adapter, type):
+            raise TypeError(
+                f"a MainLoop takes an adapter, got the class {adapter.__name__}: write "
+                f"{adapter.__name__}(...)"
+            )
         self.adapter = adapter
         self.bus = Dispatcher() if bus is None else bus
         """Receives the events of the sessions of all requests."""
@@ -141,7 +145,7 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         responses: list[PromptResponse[OutT]] = []
         error: BaseException | None = None
         try:
-            prompt, session = self.prepare(request)
+            prompt, session = _prepared(self.prepare(request))
             for more in (self.config.resources, resources):
                 if more is not None:
                     prompt = prompt.bind(resources=more)
@@ -205,6 +209,19 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
             if not isinstance(error, Exception):  # an interrupt ends the loop
                 raise
             _logger.exception("a request failed; the loop continues")
+
+
+def _prepared(made: Any) -> tuple[Prompt[Any], Session]:
+    """Check what a subclass has prepared."""
+    if not isinstance(made, tuple) or len(cast("tuple[Any, ...]", made)) != 2:
+        raise TypeError(f"prepare must return (prompt, session), got {made!r}")
+    prompt, session = cast("tuple[Any, Any]", made)
+    if isinstance(prompt, Session) and isinstance(session, Prompt):
+        raise TypeError("prepare must return (prompt, session), got (session, prompt)")
+    check_prompt(prompt)
+    if not isinstance(session, Session):
+        raise TypeError(f"prepare must return (prompt, session), got {session!r} as the session")
+    return cast("Prompt[Any]", prompt), session
 
 
 _Future = Future["tuple[PromptResponse[OutT], Session]"]

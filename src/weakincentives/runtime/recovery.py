@@ -41,13 +41,15 @@ def commit_saved(transaction: Transaction, record: object, saver: SavedSession) 
     """
     views = transaction.views_to_merge()
     for _, base, view in views:
-        if not base.journalled:
+        if not base.journalled and not base.commits_last:
             transaction.merge(base, view)
+    last = [each for each in views if each[1].commits_last]
     on_disk = [(base, view) for _, base, view in views if base.journalled]
     with saver.encoding(transaction.call.id) as encoding:
 
         def first(after: Snapshot) -> bool:
             encoding.after = after
+            transaction.merge_last(last)
             _write_record(transaction, on_disk, encoding)
             return encoding.is_done
 

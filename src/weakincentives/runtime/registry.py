@@ -20,6 +20,7 @@ from weakincentives.prompt.policies import (
     attach,
     names_of,
     refuse_shared_names,
+    refuse_unknown_cascades,
     refuse_unknown_references,
     refuse_unknown_tools,
 )
@@ -171,6 +172,8 @@ class ToolRegistry:
         self, tools: Iterable[AnyTool], *, namespace: str | None = None
     ) -> tuple[AnyTool, ...]:
         """Add tools, or none of them if one cannot be added."""
+        if not isinstance(tools, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"a registry takes a list of tools, got {tools!r}: write [...]")
         space = self.namespace if namespace is None else _checked_namespace(namespace)
         return self._add([_entry(tool, space) for tool in tools])
 
@@ -193,6 +196,7 @@ class ToolRegistry:
         refuse_shared_names(rules, ToolDefinitionError)
         refuse_unknown_tools(rules, named, named, where, ToolDefinitionError)
         refuse_unknown_references(rules, named, where, ToolDefinitionError)
+        refuse_unknown_cascades(self.list(), named, where, ToolDefinitionError)
         self._checked = True
 
     def unregister(self, name: str) -> bool:
@@ -280,7 +284,7 @@ class ToolRegistry:
             approval: What a person has decided, after ``admit`` or ``ApprovalNeeded``.
         """
         call, context = self._made(name, arguments, context, call_id)
-        return execute_tool(call, context=context, once=once, approval=approval)
+        return self._with_diff(execute_tool(call, context=context, once=once, approval=approval))
 
     async def aexecute(
         self,
@@ -294,7 +298,14 @@ class ToolRegistry:
     ) -> AnyResult:
         """Run one call on the caller's event loop."""
         call, context = self._made(name, arguments, context, call_id)
-        return await aexecute_tool(call, context=context, once=once, approval=approval)
+        done = await aexecute_tool(call, context=context, once=once, approval=approval)
+        return self._with_diff(done)
+
+    def _with_diff(self, result: AnyResult) -> AnyResult:
+        if self._workspace is not None and result.call_id:
+            workspace, call_id = self._workspace, result.call_id
+            result.attach_diff(lambda: workspace.diff(call_id))
+        return result
 
     def admit(
         self,
@@ -656,6 +667,7 @@ def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> Attac
         check=seen_by(policy.check),
         on_start=seen_by(policy.on_start),
         on_result=seen_by(policy.on_result),
+        room=seen_by(policy.room),
         applies_to=seen_by(policy.applies_to),
     )
 
@@ -665,7 +677,9 @@ def _in_namespace(policy: AttachedPolicy, known: Mapping[str, AnyTool]) -> Attac
 
 def _entry(tool: object, namespace: str | None, rules: tuple[AttachedPolicy, ...] = ()) -> _Entry:
     if not isinstance(tool, Tool):
-        raise ToolDefinitionError(f"a registry takes tools, got {tool!r}")
+        raise ToolDefinitionError(
+            f"a registry takes tools, got {tool!r}: make one with @tool or Tool[P, R](...)"
+        )
     found = cast("AnyTool", tool)
     if found.handler is None:
         raise ToolDefinitionError(f"Tool '{found.name}' must have a handler: a registry runs it")

@@ -17,7 +17,7 @@ from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, ProcessLock, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
-from weakincentives.prompt.prompt import Offer, Prompt
+from weakincentives.prompt.prompt import Offer, Prompt, check_prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
@@ -355,7 +355,12 @@ class Work(Surroundings, Generic[T]):
     def _may_join(self) -> bool:
         gates = self.gates()
         call, turn = cast("ToolCall", self.joining), cast("JoinedTurn | None", gates[0].joined)
-        return turn is not None and not self.resources.in_place and turn.admits(gates, call.id)
+        return (
+            turn is not None
+            and not self.resources.in_place
+            and turn.admits(gates, call.id)
+            and self.offers[call.name].may_join(DEFAULT_CONCURRENCY, self.context)
+        )
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
@@ -477,7 +482,9 @@ def context_of(session: Session | None, prompt: Prompt[Any] | None) -> ToolConte
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
     rendered = None
-    if prompt is None:
+    if prompt is not None:
+        check_prompt(prompt)
+    else:
         prompt, rendered = session.prompt, session.rendered
     if prompt is None:
         raise WinkError(

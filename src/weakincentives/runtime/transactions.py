@@ -273,6 +273,8 @@ class Transaction:
     """Whether it enters the gates of what it takes part with; not while a person is asked."""
     in_use: InUse | None = None
     """What it could not wait for: it is re-run, if it may be."""
+    races: int = 0
+    """How often it has lost a race against a transaction elsewhere."""
     _entered: tuple[tuple[str, Participant], ...] = ()
     """Those of its context that are changed in place and whose gates it has entered."""
     _covered: object = ()
@@ -363,6 +365,8 @@ class Transaction:
 
     def _again(self) -> Transaction:
         again = Transaction(self.around, self.call, self.recorded, self.place, self.depth)
+        if self.races:
+            again.races, again.started = self.races, self.started
         if self.bypassed is not None:
             again.bypassed = self.bypassed
         if self.abandoned:
@@ -489,7 +493,9 @@ class Transaction:
         self, name: str, base: Participant, target: object, views: dict[int, object]
     ) -> object:
         """Fork a participant and return the call's view of it."""
-        if base.journalled:
+        if base.in_call_order:
+            self.check_place(base)
+        if base.journalled or base.commits_last:
             if self._sealed and not self.concurrent:
                 # An abandoned handler asks for it only now. It would lock out all other calls,
                 # and nothing would end it.
@@ -672,9 +678,18 @@ class Transaction:
 
             commit_saved(self, record, self.saver)
             return
-        for _, base, view in self.views_to_merge() if self.forks else ():
-            self.merge(base, view)
-        self.base.settle(self.session, keep=True, record=record, transaction=self)
+        views = self.views_to_merge() if self.forks else ()
+        for _, base, view in views:
+            if not base.commits_last:
+                self.merge(base, view)
+        last = [each for each in views if each[1].commits_last]
+
+        def commit_last(after: Snapshot) -> bool:
+            self.merge_last(last)
+            return False  # the state is not encoded yet
+
+        first = commit_last if last else None
+        self.base.settle(self.session, keep=True, record=record, transaction=self, first=first)
 
     @property
     def saver(self) -> Any:
@@ -687,7 +702,9 @@ class Transaction:
         views: list[tuple[str, Participant, Participant]] = []
         for fork in self.forks:
             name, base, _ = fork
-            if not base.in_place:
+            if base.commits_last:
+                views.append(fork)
+            elif not base.in_place:
                 views.append(fork)
                 self._merged = (*self._merged, (name, base, base.snapshot_here()))
         return views
@@ -696,6 +713,29 @@ class Transaction:
         """Commit one view. It is not discarded afterwards, whatever becomes of the call."""
         base.merge(view)
         self._ended += (view,)
+
+    def merge_last(self, views: Sequence[tuple[str, Participant, Participant]]) -> None:
+        """Commit the views whose commit is final."""
+        done: list[str] = []
+        for name, base, view in views:
+            try:
+                self.merge(base, view)
+            except BaseException:
+                if done:
+                    committed = " and ".join(done)
+                    self.not_undone += (f"{committed} was committed before {name} failed",)
+                raise
+            done.append(name)
+
+    @property
+    def lost_race(self) -> Participant | None:
+        """The view that a transaction elsewhere kept from going on, if nothing is final yet."""
+        if any(base.commits_last and self._has_ended(view) for _, base, view in self.forks):
+            return None
+        return next((view for _, _, view in self.forks if view.lost_race), None)
+
+    def _has_ended(self, view: Participant) -> bool:
+        return any(view is ended for ended in self._ended)
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
@@ -743,7 +783,7 @@ class Transaction:
     def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> None:
         """Undo what views have changed, each once."""
         for name, base, view in reversed(forks):
-            if any(view is ended for ended in self._ended):
+            if self._has_ended(view):
                 continue
             try:
                 left = base.discard(view)

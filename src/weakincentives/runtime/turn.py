@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from logging import DEBUG
+from random import random
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import ToolCall
@@ -34,6 +35,9 @@ _logger = get_logger(__name__)
 
 DEFAULT_CONCURRENCY = max(32, 8 * (os.cpu_count() or 1))
 _MAX_RUNS = 5
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.25
+"""Seconds before a call is re-run that lost a race against a transaction elsewhere."""
 _MAX_JOINED = 1000
 """Calls that join one turn; then it must end, so that a call that waits unseen gets through: a
 thread in the moment between looking at a gate and getting in line."""
@@ -53,8 +57,8 @@ def groups(
         if (
             each is not None
             and offer is not None
-            and offer.may_run_concurrently
             and max_concurrency > 1
+            and offer.may_join(len(together), context)
         ):
             together.append(each)
             continue
@@ -223,6 +227,8 @@ async def is_to_be_re_run(transaction: Transaction, error: BaseException) -> boo
     """Whether the call is run from its start again, on the state as it is then."""
     if transaction.in_order and transaction.is_open and await _is_outdated(transaction, error):
         return True
+    if transaction.forks and await _races_again(transaction, error):
+        return True
     return transaction.in_use is not None and _waits_elsewhere(transaction, error)
 
 
@@ -250,6 +256,30 @@ async def _is_outdated(transaction: Transaction, error: BaseException) -> bool:
         except MergeConflict as conflict:
             found = conflict.paths
     place.conflicts = tuple(dict.fromkeys((*place.conflicts, *found)))
+    return True
+
+
+async def _races_again(transaction: Transaction, error: BaseException) -> bool:
+    """Whether a call is re-run because another transaction kept it from going on."""
+    view, tool = transaction.lost_race, transaction.tool
+    if view is None or transaction.parent is not None or raises_through(error):
+        return False
+    if tool is None or tool.reach not in ("read", "reversible"):
+        return False
+    clock, deadline = transaction.clock, transaction.context.deadline
+    left = view.patience - (clock.monotonic() - transaction.started)
+    if deadline is not None:
+        left = min(left, deadline.remaining())
+    transaction.races += 1
+    longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**transaction.races)
+    wait = longest * (0.5 + 0.5 * random())  # so that those that met once do not meet again
+    if left <= wait or transaction.context.signal.cancelled:
+        return False
+    transaction.restore()  # first: its locks are released before it waits
+    if transaction.around.on_loop:
+        await clock.sleep(wait)
+    else:
+        transaction.signal.wait(wait)
     return True
 
 

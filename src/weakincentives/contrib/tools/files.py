@@ -615,6 +615,8 @@ def _preview(
     lines += "+++ /dev/null\n" if after is None else f"+++ b/{name}\n", *hunks(old, new, Effort())
     if exists and before == after:
         lines.append("(the content stays the same)\n")
+    if name == path:  # spelled as the diff spells it
+        in_diff = ("path", *in_diff)
     # Of the bytes that are shown: the file may change at any time.
     state = content_digest(before) if exists else ""
     return CallPreview(diff="".join(lines), in_diff=in_diff, paths=(where,), state=state)

@@ -259,7 +259,8 @@ class PodmanSandboxSection(WorkspaceSection):
             if params.cwd == "." and not params.env and not params.stdin:
                 words = plain_words(command) if isinstance(command, str) else command
         facts = _facts(self._usable(), names, self._seconds(params))
-        return CallPreview(facts=facts, command=words)
+        script = "command" if isinstance(params, ShellExecuteParams) else ""
+        return CallPreview(facts=facts, command=words, script=script)
 
     def _shell_execute(
         self, params: ShellExecuteParams, *, context: ToolContext

@@ -1,0 +1,333 @@
+"""What all databases share: a transaction for each call that asks, a savepoint for each nested one.
+
+A call gets a view of the database. Its first statement begins a transaction on a connection of its
+own. Views of nested calls share that connection; each is a savepoint. The pipeline merges or
+discards every view, so a handler neither commits nor rolls back.
+"""
+# The classes of this package are one mechanism:
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from weakincentives.call import current_view, transaction_under_way
+from weakincentives.errors import ResourceError, ViewClosed, WinkError
+from weakincentives.logs import get_logger
+from weakincentives.participant import Participant
+
+_logger = get_logger(__name__)
+
+NOT_YOURS = "the call commits and rolls back by itself: leave out COMMIT, ROLLBACK and BEGIN"
+_names = itertools.count(1)
+_STOPS_WITHIN = 2.0
+"""Seconds for a statement to stop that an abandoned handler is running."""
+
+
+class Work(ABC):
+    """A transaction on one connection, shared by the views of a call and of its nested calls."""
+
+    outer: Database
+    """The view of the call; those of nested calls are forked from it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.lock = threading.RLock()
+        """Held during each statement."""
+        self.lost_race = False
+        self.is_over = False
+        self.is_abandoned = False
+        """Whether a handler that could not be stopped has to clean up."""
+
+    def view(self) -> Database:
+        """Return the view that a statement on the connection itself belongs to."""
+        found = current_view(self.database)
+        return found if found._work is self else self.outer
+
+    @abstractmethod
+    def begin(self, view: Database) -> None:
+        """Begin the transaction; raise, and set ``lost_race``, if another one is in the way."""
+
+    @abstractmethod
+    def run(self, statement: str) -> None:
+        """Run a statement for savepoints."""
+
+    @abstractmethod
+    def restrict(self, view: Database) -> None:
+        """Have the database refuse writes, or allow them again, as the view demands."""
+
+    @abstractmethod
+    def commit(self) -> None: ...
+
+    @abstractmethod
+    def rollback(self) -> None: ...
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Stop the statement that another thread is running."""
+
+    @abstractmethod
+    def close(self, *, reuse: bool) -> None:
+        """Release the connection and all locks. May be called again."""
+
+    def hold(self) -> bool:
+        """Enter the lock, stopping a statement of an abandoned handler; False if it goes on."""
+        if self.lock.acquire(blocking=False):
+            return True
+        until = time.monotonic() + _STOPS_WITHIN
+        while time.monotonic() < until:
+            self.interrupt()
+            if self.lock.acquire(timeout=0.02):
+                return True
+        return False
+
+    def end(self, *, reuse: bool = True) -> None:
+        self.is_over = True
+        self.close(reuse=reuse)
+
+
+class Database(Participant, ABC):
+    """A database whose changes are committed or rolled back with each call.
+
+    In a handler, ``context.resources.get`` returns the call's view, and so does a reference to the
+    database itself. Elsewhere, use ``transaction``.
+    """
+
+    commits_last = True
+    in_call_order = True
+    _parent: Database | None = None
+    """What this view was forked from; None in the database itself."""
+    _work: Work | None = None
+    _has_begun = False
+    _savepoint = ""
+    _inner: Database | None = None
+    """The view of a nested call that has begun and not ended."""
+
+    def __init__(self, *, patience: float = 30.0) -> None:
+        if not patience > 0:
+            raise ValueError(f"patience must be positive seconds, got {patience!r}")
+        self.patience = patience
+        self._lock = threading.RLock()
+        self._commits = [0]
+        """How many transactions were committed; one list for the database and its views."""
+
+    @abstractmethod
+    def _new_work(self) -> Work: ...
+
+    def execute(self, statement: Any, parameters: Any = None, /) -> Any:
+        """Run a statement in the call's transaction."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close idle connections. Calls under way go on."""
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    # Outside calls
+
+    @contextmanager
+    def transaction(self, *, read_only: bool = False) -> Generator[Self]:
+        """Return a view that is committed at the end of the block, or rolled back if it raises.
+
+        Within a call, the block is a savepoint of the call's transaction.
+        """
+        base = self if self._parent is not None else current_view(self)
+        view = base.fork()
+        if read_only:
+            view.read_only = "the transaction is read-only"
+        try:
+            yield view
+            view.seal("the transaction has ended")
+            base.merge(view)
+        except BaseException:  # an interrupted block leaves no row
+            view.seal("the transaction has ended")
+            base.discard(view)
+            raise
+
+    def _here(self) -> Self:
+        """Return the view that a statement belongs to."""
+        if self._parent is not None:
+            return self
+        view = current_view(self)
+        if view is self:
+            name = type(self).__name__
+            raise WinkError(
+                f"{name} is used outside a call that has it among its resources: use "
+                "`with database.transaction() as db:`"
+            )
+        return view
+
+    # In a call
+
+    @contextmanager
+    def _using(self) -> Generator[Any]:
+        """Yield the call's transaction, begun, for one statement."""
+        work = self._work
+        assert work is not None
+        self.check_open("a statement")
+        with work.lock:
+            try:
+                self._enter()
+                yield work
+            finally:
+                if work.is_abandoned and not work.is_over:
+                    self._clean_up(work)
+
+    def _enter(self) -> None:
+        """Begin the transaction or savepoint, unless that is done; the lock is held."""
+        work, parent = self._work, self._parent
+        assert work is not None
+        assert parent is not None
+        self.check_open("a statement")
+        if work.is_over:
+            raise ViewClosed("the transaction of the call has ended")
+        if self._inner is not None:
+            raise WinkError(
+                "a nested call is using the database: wait until it has ended, or use its context"
+            )
+        if not self._has_begun:
+            if parent._work is None:
+                work.begin(self)
+                if self._sealed is not None:  # while it waited
+                    work.rollback()
+                    work.end()
+                    self.check_open("a statement")
+            else:
+                parent._enter()
+                self._savepoint = f"wink_{next(_names)}"
+                work.run(f"SAVEPOINT {self._savepoint}")
+                parent._inner = self
+            self._has_begun = True
+        work.restrict(self)
+
+    def _clean_up(self, work: Work) -> None:
+        """End what could not be ended while this thread was running a statement."""
+        try:
+            work.rollback()
+            work.end(reuse=False)
+        except Exception:
+            _logger.exception("an abandoned transaction could not be rolled back")
+
+    # As a participant
+
+    def fork(self) -> Self:
+        view = copy.copy(self)
+        view._parent = self
+        work = self._work
+        if work is None:
+            work = self._new_work()
+            work.outer = view
+        view._work = work
+        view._lock = work.lock
+        view._has_begun, view._savepoint, view._inner = False, "", None
+        view._sealed = view.read_only = None
+        return view
+
+    def seal(self, reason: str) -> None:
+        # Without the lock: a statement may take long. The next one is refused.
+        if self._sealed is None:
+            self._sealed = reason
+
+    @property
+    def lost_race(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._work is not None and self._work.lost_race
+
+    def merge(self, view: Any) -> None:
+        work: Work = view._work
+        with work.lock:
+            if self._work is not None:
+                if view._has_begun:
+                    view._finish()
+                    work.run(f"RELEASE SAVEPOINT {view._savepoint}")
+                    self._inner, view._has_begun = None, False
+                return
+            if view._has_begun and not work.is_over:
+                view._finish()
+                if view.read_only is not None:
+                    work.rollback()
+                else:
+                    work.commit()
+                self._commits[0] += 1
+            view._has_begun = False
+            work.end()
+
+    def _finish(self) -> None:
+        """Write what is pending, before the end of the transaction or savepoint."""
+
+    def _drop(self) -> None:
+        """Forget what is pending."""
+
+    def discard(self, view: Any) -> Sequence[str]:
+        work: Work = view._work
+        if not work.hold():
+            work.is_abandoned = True
+            return ()
+        try:
+            view._drop()
+            if self._work is not None:
+                if view._has_begun and not work.is_over:
+                    self._inner, view._has_begun = None, False
+                    work.run(f"ROLLBACK TO SAVEPOINT {view._savepoint}")
+                    work.run(f"RELEASE SAVEPOINT {view._savepoint}")
+                return ()
+            if view._has_begun and not work.is_over:
+                view._has_begun = False
+                work.rollback()
+            work.end()
+        except Exception:
+            # The connection is lost or broken: without it, the database rolls back by itself.
+            _logger.warning("a rollback failed: its connection is closed", exc_info=True)
+            work.end(reuse=False)
+        finally:
+            work.lock.release()
+        return ()
+
+    # Snapshots by hand
+
+    def snapshot_here(self) -> Any:
+        work = self._work
+        if work is None:
+            return self._commits[0]
+        with work.lock:
+            if not self._has_begun:
+                return ""
+            name = f"wink_{next(_names)}"
+            work.run(f"SAVEPOINT {name}")
+            return name
+
+    def restore_here(self, token: Any, /) -> None:
+        work = self._work
+        if work is None:
+            if self._commits[0] != token:
+                raise ResourceError(
+                    "calls have committed rows since, which cannot be taken back: put the block "
+                    "into `with database.transaction()`"
+                )
+            return
+        with work.lock:
+            if not self._has_begun or work.is_over:
+                return
+            self._drop()
+            if token or self._savepoint:
+                work.run(f"ROLLBACK TO SAVEPOINT {token or self._savepoint}")
+            else:
+                work.rollback()
+                self._has_begun = False
+
+
+def seconds_left() -> float:
+    """Return the seconds until the deadline of the call under way."""
+    transaction: Any = transaction_under_way.get()
+    deadline = None if transaction is None else transaction.context.deadline
+    return math.inf if deadline is None else deadline.remaining()
