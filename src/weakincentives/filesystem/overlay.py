@@ -170,6 +170,7 @@ class Process(Started):
         output = None if attached else subprocess.PIPE
 
         def start() -> subprocess.Popen[bytes]:
+            self._starter = threading.get_native_id()
             if before is not None:
                 before()
             return subprocess.Popen(
@@ -246,7 +247,9 @@ class Process(Started):
             self.popen.wait()
 
     def released(self) -> bool:
-        return False
+        # The thread that started it was in the same namespaces, and may just be ending.
+        starter = f"/proc/self/task/{self._starter}"
+        return self._namespace and wait_until(lambda: not os.path.exists(starter), PATIENCE)
 
     def _kill_now(self) -> None:
         if self._attached:
@@ -464,7 +467,8 @@ class Overlay:
         work = self.place / "work"
         if len(os.listdir(self.upper)) > FEW:
             return False
-        for path in (*self.upper.iterdir(), *work.iterdir(), self.staged):
+        others = (each for each in self.place.iterdir() if each not in (self.upper, work))
+        for path in (*self.upper.iterdir(), *work.iterdir(), *others):
             if path != work / "index" or os.listdir(path):
                 remove_path(path)
         for name in os.listxattr(self.upper):
