@@ -166,6 +166,8 @@ class Process(Started):
         reading, writing = os.pipe()
         self._namespace = namespace
         self._attached = attached
+        self._starter = 0
+        """The thread that started it."""
         self._lifeline: int | None = writing
         output = None if attached else subprocess.PIPE
 
