@@ -51,6 +51,7 @@ SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
 POSIX_SPAWN_SETSIGDEF, POSIX_SPAWN_SETSID = 0x04, 0x80
 READY = b"ready"
 IDLE = 600.0  # seconds without a command after which a zygote exits
+REST = 0.002  # seconds before a sandbox is torn down
 FAILED = 125  # the exit code if a sandbox could not be set up
 # The parts of /proc that expose the whole machine, or change it.
 HIDDEN = (
@@ -92,7 +93,9 @@ class Sandbox:
         self.answer = -1
         """Open until nothing is left of the command and its mounts."""
         self._static = static
-        self._sources = _identities(static)  # first: what is replaced while it is built counts
+        mounts = marshal.loads(static)["mounts"]
+        self._paths = [source for kind, source, _ in mounts if kind in ("read", "write")]
+        self._shown = _identities(self._paths)  # first: what is replaced while it is built counts
         self.control, its = _socket.socketpair()
         zygote = os.getpid()
         self.first = os.fork()
@@ -117,7 +120,7 @@ class Sandbox:
     def is_for(self, static: bytes) -> bool:
         """Tell whether it is what a command needs, and shows the system as it is now."""
         alive = not select.select([self.ended], [], [], 0)[0]
-        return alive and static == self._static and self._sources == _identities(static)
+        return alive and static == self._static and self._shown == _identities(self._paths)
 
     def start(self, given: list[int], fields: dict[str, Any]) -> int:
         """Start its command; return the process."""
@@ -300,16 +303,15 @@ def _leave(cgroup_files: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _identities(static: bytes) -> list[tuple[int, int] | None]:
-    """Return which files and directories of the host a sandbox shows."""
+def _identities(paths: list[str]) -> list[tuple[int, int] | None]:
+    """Return which files and directories of the host are at some paths."""
     found: list[tuple[int, int] | None] = []
-    for kind, source, _ in marshal.loads(static)["mounts"]:
-        if kind in ("read", "write"):
-            try:
-                status = os.stat(source)
-                found.append((status.st_dev, status.st_ino))
-            except OSError:
-                found.append(None)
+    for path in paths:
+        try:
+            status = os.stat(path)
+            found.append((status.st_dev, status.st_ino))
+        except OSError:
+            found.append(None)
     return found
 
 
@@ -403,6 +405,7 @@ def main(
         os.close(descriptor)
     with Ignored():  # the client has died
         os.write(given[3], struct.pack("=i", code))
+    select.select([], [], [], REST)  # the client goes on before the namespaces are torn down
     os._exit(code)
 
 
@@ -484,8 +487,10 @@ def _started(argv: list[str], env: dict[str, str], cwd: str, umask: int, given: 
     os.chdir(cwd)
     os.umask(umask)
     for place in places:
+        path = os.path.join(place, name)
         try:
-            return _spawn(os.fsencode(os.path.join(place, name)), words, variables, given[:3])
+            os.stat(path)  # much cheaper than a process that finds nothing
+            return _spawn(os.fsencode(path), words, variables, given[:3])
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
