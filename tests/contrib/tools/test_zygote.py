@@ -262,6 +262,15 @@ print("ready", flush=True)
 """
 
 
+@contextlib.contextmanager
+def ended(program: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a program at the end, whatever has happened: otherwise it would be waited for."""
+    try:
+        yield
+    finally:
+        program.kill()
+
+
 def remains(root: Path, families: list[int], groups: list[Path], mounts: str) -> None:
     """Check that nothing is left of a program that has ended."""
     until(lambda: are_gone([Path(f"/proc/{pid}") for pid in families]))
@@ -301,7 +310,7 @@ assert run("true").ok
 files.close()
 """
     )
-    with script(rest, root) as program:
+    with script(rest, root) as program, ended(program):
         assert program.stdout is not None
         program.stdout.readline()
         until(lambda: "sleep" in [name_of(pid) for pid in descendants(program.pid)])
@@ -316,6 +325,7 @@ files.close()
         os.kill(VICTIMS[victim](program.pid, zygote, running, armed), signal.SIGKILL)
         if "armed" in victim:
             os.kill(command, signal.SIGKILL)
+        program.wait(PATIENCE)
 
     assert (program.returncode == 0) == (victim != "client")
     remains(root, family, groups, mounts)
@@ -347,7 +357,7 @@ time.sleep(1000)
     )
     families, groups = set[int](), set[Path]()
     random = Random(38)
-    with script(rest, root) as program:
+    with script(rest, root) as program, ended(program):
         assert program.stdout is not None
         program.stdout.readline()
         for _ in range(60):
@@ -362,7 +372,6 @@ time.sleep(1000)
                     os.kill(random.choice(family), signal.SIGKILL)
         Path(f"{root}-enough").touch()
         assert program.stdout.readline() == "end\n"
-        program.kill()
 
     remains(root, sorted(families), sorted(groups), mounts)
 
