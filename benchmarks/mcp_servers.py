@@ -1,6 +1,7 @@
 """MCP servers whose one tool writes a file: ours, and those it is compared with.
 
-``python mcp_servers.py ours DIRECTORY`` serves over standard input and output.
+``python mcp_servers.py ours DIRECTORY`` serves over standard input and output. With
+``sync http`` at the end it serves HTTP, and prints its port.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 KINDS = ("sync", "async")
+TOKEN = "a-token"
 
 
 def plain_write(directory: Path, kind: str):
@@ -60,7 +62,7 @@ def sdk(directory: Path, kind: str = "sync"):
     """Return the server of the mcp package."""
     from mcp.server.mcpserver import MCPServer
 
-    server = MCPServer("peer")
+    server = MCPServer("peer", log_level="ERROR")
     server.tool()(plain_write(directory, kind))
     return server
 
@@ -74,14 +76,31 @@ def fastmcp(directory: Path, kind: str = "sync"):
     return server
 
 
-def main(name: str, directory: str, kind: str) -> None:
+def main(name: str, directory: str, kind: str = "sync", way: str = "stdio") -> None:
     made = {"ours": ours, "mcp": sdk, "fastmcp": fastmcp}[name](Path(directory), kind)
-    if name == "ours":
+    if way == "http":
+        asyncio.run(over_http(name, made))
+    elif name == "ours":
         asyncio.run(made.run_stdio())
     elif name == "mcp":
         asyncio.run(made.run_stdio_async())
     else:
         made.run(show_banner=False)
+
+
+async def over_http(name: str, made) -> None:
+    from weakincentives.mcp.http import listen, serve
+
+    with listen() as port:
+        print(port.getsockname()[1], flush=True)
+        if name == "ours":
+            with made:
+                await serve(made, port, TOKEN)
+        else:
+            import uvicorn
+
+            config = uvicorn.Config(made.streamable_http_app(), log_level="error")
+            await uvicorn.Server(config).serve([port])
 
 
 if __name__ == "__main__":

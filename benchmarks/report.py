@@ -539,20 +539,26 @@ def _render_rows(results: dict) -> Iterator[tuple[str, ...]]:
 
 def _mcp_rows(results: dict) -> Iterator[tuple[str, ...]]:
     rows = _ours(results, "mcp_calls", "mcp call")
-    for way in ("stdio", "memory"):
+    ways = {
+        "stdio": "over stdio",
+        "stdio 2025-11-25": "over stdio at 2025-11-25",
+        "http": "over HTTP",
+        "http 2025-11-25": "over HTTP at 2025-11-25",
+        "memory": "in one process",
+    }
+    for way, where in ways.items():
         for kind in ("sync", "async"):
             found = {r["server"]: r for r in rows if (r["way"], r["kind"]) == (way, kind)}
             if "ours" not in found:
                 continue
             ours, sdk = found["ours"], found["mcp"]
-            limit = RATIOS["MCP call"] if way == "stdio" else None
+            limit = None if way == "memory" else RATIOS["MCP call"]
             ratio, quiet = (ours[each] / sdk[each] for each in ("wall", "wall_p10"))
             others = "; ".join(
                 f"{name} {_time(row['wall_p10'])} (median {_time(row['wall'])})"
                 for name, row in found.items()
                 if name != "ours"
             )
-            where = "over stdio" if way == "stdio" else "in one process"
             yield (
                 f"MCP: a call that writes a file, {kind} tool, {where}",
                 f"**{_time(ours['wall_p10'])}** wall p10 (median {_time(ours['wall'])})",

@@ -66,6 +66,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Remove the page for wrong addresses: nothing shows it without a server."""
+    Path(config.site_dir, "404.html").unlink(missing_ok=True)
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the page with the links that lead out of docs/ put right."""
     here = page.file.src_uri

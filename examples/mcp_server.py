@@ -1,5 +1,7 @@
 """Your own tools for any MCP client: served over stdio, and driven here by the official client.
 
+The tool asks the client's user before it changes several files.
+
 python examples/mcp_server.py            # this program starts itself as a server, and uses it
 python examples/mcp_server.py serve DIR  # what a client's settings would start
 """
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcp import Client, StdioServerParameters
-from mcp.types import TextContent
+from mcp.client import ClientRequestContext
+from mcp.types import ElicitRequestParams, ElicitResult, TextContent, TextResourceContents
 
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.mcp import McpServer
@@ -41,7 +44,12 @@ class Renamed:
         return f"Changed: {', '.join(self.paths)}"
 
 
-def rename(params: RenameParams, *, context: ToolContext) -> ToolResult[Renamed]:
+@dataclass(frozen=True)
+class Confirmation:
+    go_on: bool
+
+
+async def rename(params: RenameParams, *, context: ToolContext) -> ToolResult[Renamed]:
     files = context.filesystem
     changed: list[str] = []
     for path in files.glob("**/*.py"):
@@ -54,7 +62,13 @@ def rename(params: RenameParams, *, context: ToolContext) -> ToolResult[Renamed]
                 compile(after, path, "exec")
             except SyntaxError as error:  # every file is as it was, byte for byte
                 return ToolResult.error(f"{path} would not compile: {error.msg}")
-        context.beat()  # the client sees progress
+        context.report(path)  # the client sees progress
+    if len(changed) > 1:
+        # A client of the newest protocol repeats the call with the answer: what was written until
+        # here is rolled back, and written again.
+        answer = await context.ask(f"Change {' and '.join(changed)}?", Confirmation)
+        if not answer.go_on:
+            return ToolResult.error("The user does not want that")
     return ToolResult.ok(Renamed(tuple(changed)), f"{params.old} is {params.new} now.")
 
 
@@ -80,15 +94,24 @@ async def serve(directory: str) -> None:
     await McpServer(Prompt(template), name="refactoring").run_stdio()
 
 
+async def confirm(context: ClientRequestContext, params: ElicitRequestParams) -> ElicitResult:
+    """Be the client's user."""
+    print(f"  asked: {params.message}")
+    return ElicitResult(action="accept", content={"go_on": True})
+
+
 async def use(directory: Path) -> None:
     """Be a client."""
     server = StdioServerParameters(command=sys.executable, args=[__file__, "serve", str(directory)])
-    async with Client(server) as client:
+    async with Client(server, elicitation_callback=confirm) as client:
         print("Tools:", ", ".join(tool.name for tool in (await client.list_tools()).tools))
         for arguments in ({"old": "total", "new": "amount"}, {"old": "amount", "new": "class"}):
             result = await client.call_tool("rename", arguments)
             print("failed:" if result.is_error else "ok:", said(result.content[0]).splitlines()[0])
             print("  shop.py:", (directory / "shop.py").read_text().strip())
+        diff = (await client.read_resource("wink://diff")).contents[0]
+        assert isinstance(diff, TextResourceContents)
+        print("Changed so far:", *(line for line in diff.text.splitlines() if line[:4] == "+++ "))
         print(said((await client.call_tool("undo")).content[0]))
         print("  shop.py:", (directory / "shop.py").read_text().strip())
 

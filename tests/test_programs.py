@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import logging
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -335,7 +337,12 @@ def test_a_program_that_is_not_there_is_not_installed(tmp_path: Path):
 
 def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, trusted: Path):
     library = f"{workspace}/lib"
+    agent = trusted / "agent"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(agent))
+    agent.chmod(0o777)
     given = {
+        "SSH_AUTH_SOCK": str(agent),
         "PATH": f"{workspace}/bin::.:{trusted}",
         "PYTHONPATH": f"{workspace}:src:{trusted}",
         "LD_LIBRARY_PATH": f"{library}:/usr/lib",
@@ -347,6 +354,10 @@ def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, 
         "GIT_SSH_COMMAND": f"{library}/ssh",
         "PAGER": f"{library}/pager",
         "BASH_ENV": f"{library}/rc",
+        "OPENSSL_CONF": f"{library}/openssl.cnf",
+        "QT_PLUGIN_PATH": f"/usr/lib/qt:{library}",
+        "PLAYWRIGHT_BROWSERS_PATH": f"{workspace}/.browsers",
+        "DISPLAY": ":0",
         "EDITOR": f"{plant(workspace / 'bin/edit')} -w",
         "VISUAL": f"{trusted}/tool -w",
         "HOME": "/home/you",
@@ -357,6 +368,8 @@ def test_the_environment_names_no_code_that_an_agent_can_write(workspace: Path, 
         "PYTHONPATH": str(trusted),
         "LD_LIBRARY_PATH": "/usr/lib",
         "VISUAL": f"{trusted}/tool -w",
+        "DISPLAY": ":0",
+        "SSH_AUTH_SOCK": str(agent),
         "HOME": "/home/you",
     }
 
@@ -500,6 +513,23 @@ def test_the_browser_is_not_a_planted_one(workspace: Path, active: Path):
         Browser(executable=str(planted)).is_available()
 
 
+@pytest.mark.parametrize("variable", ["PLAYWRIGHT_NODEJS_PATH", "NODE_OPTIONS"])
+def test_nor_is_its_driver(workspace: Path, monkeypatch: pytest.MonkeyPatch, variable: str):
+    pytest.importorskip("playwright")
+    from weakincentives.contrib.tools.web import Browser, PageNotRead
+
+    planted = plant(workspace / "node.js")
+    named = str(planted) if variable == "PLAYWRIGHT_NODEJS_PATH" else f"--require={planted}"
+    monkeypatch.setenv(variable, named)
+
+    async def read() -> object:
+        return await Browser().read("http://127.0.0.1:1/")
+
+    with pytest.raises(PageNotRead, match=f"{variable}: {planted} is not .*agents can write to"):
+        asyncio.run(read())
+    assert not was_run(workspace)
+
+
 def sign_in(link: str) -> bool:
     pytest.importorskip("mcp")
     from weakincentives.mcp.oauth import open_in_browser
@@ -590,7 +620,7 @@ _LOOKS_UP = {
 _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subprocess_exec"}
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
-    "cli/hook.py": {"shutil.which"},  # the same
+    "cli/start.py": {"shutil.which"},  # only says which agents there are
     "cli/setup.py": {"shutil.which"},  # puts manual pages beside it
     "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }

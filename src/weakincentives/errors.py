@@ -20,6 +20,7 @@ WinkError
 │   └── OutcomeOnRecord                it reaches outside, and is on record already
 ├── ProtocolError                    the request itself fails in the caller's protocol
 ├── ToolTimeout                      the handler exceeded the tool's timeout
+├── ToolFailed                       the value of a failed call was asked for, with unwrap()
 ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
 ├── ParseError                       data does not fit a type (also a ValueError)
 ├── ToolDefinitionError              the developer must act: a tool is declared wrongly
@@ -49,6 +50,7 @@ WinkError
 │   ├── PromptValidationError          a template is invalid
 │   ├── PromptRenderError              a template cannot be rendered with these parameters
 │   ├── OutputParseError               the model must act: its answer does not fit
+│   ├── NoOutput                       the output of a run that has none was asked for
 │   ├── PromptOverrideError            an override cannot be read, written or applied
 │   │   └── StaleOverride                the original text has changed
 │   └── PromptEvaluationError          the run cannot continue; raised through every caller
@@ -212,6 +214,14 @@ class ProtocolError(WinkError):
 
 class ToolTimeout(WinkError):
     """The handler exceeded the tool's timeout."""
+
+
+class ToolFailed(WinkError):
+    """``result.unwrap()`` of a failed call; ``result`` has all about it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(result.message)
+        self.result = result
 
 
 class Suspended(WinkError, metaclass=ABCMeta):
@@ -417,6 +427,14 @@ class PromptOverrideError(PromptError):
 
 class StaleOverride(PromptOverrideError):
     """The original text has changed since the override was written."""
+
+
+class NoOutput(PromptError):
+    """``response.unwrap()`` without an output; ``response`` is the run's."""
+
+    def __init__(self, message: str, response: Any) -> None:
+        super().__init__(message)
+        self.response = response
 
 
 class OutputParseError(PromptError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
@@ -10,9 +9,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.locks import undisturbed
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 class _BackgroundLoop:
     def __init__(self, number: int) -> None:
+        import asyncio  # here and below: it takes 30 ms, and most commands need no loop
+
         self.loop = asyncio.new_event_loop()
         # A daemon: a handler that never ends must not keep the process alive.
         self.thread = threading.Thread(
@@ -106,6 +110,8 @@ class _BackgroundLoop:
         self.thread.join(timeout=1)
         if self.thread.is_alive():
             return
+        import asyncio
+
         for task in asyncio.all_tasks(self.loop):
             # An abandoned handler that ignores its cancellation has been logged already.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -121,6 +127,8 @@ async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
 
     Half the cost of ``asyncio.wait``, which every async call would pay.
     """
+    import asyncio
+
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
 
@@ -144,6 +152,8 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
     As in every pool, ``threading.local`` may hold values of an earlier function.
     """
+    import asyncio
+
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = copy_context()

@@ -28,7 +28,7 @@ from weakincentives.state import (
     note_writable,
     our_code,
     our_environment,
-    stores_of,
+    workspace_store,
 )
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -132,9 +132,21 @@ def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, 
         elif name in _COMMANDS:
             if all(map(_is_safe, value.split(os.pathsep))):
                 found[name] = value
-        elif not _CODE.fullmatch(name):
+        elif not _CODE.fullmatch(name) and not _leads_to_agents(value):
             found[name] = value
     return found
+
+
+def _leads_to_agents(value: str) -> bool:
+    """Tell whether a variable names what an agent can write: settings or plug-ins, perhaps."""
+    named = filter(os.path.isabs, value.split(os.pathsep))
+    return any(reach_of_agents(each) for each in named if not _is_socket(each))
+
+
+def _is_socket(path: str) -> bool:
+    with suppress(OSError):
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False
 
 
 def _is_safe(command: str) -> bool:
@@ -365,7 +377,7 @@ def _identity(directory: str) -> tuple[int, int] | None:
 def _is_known(directory: str) -> bool:
     """Tell whether a run has ever worked on a directory, or its commands could write to it."""
     with suppress(StateUnavailable):
-        return is_noted_writable(directory) or any(map(os.path.isdir, stores_of(directory)))
+        return is_noted_writable(directory) or os.path.isdir(workspace_store(directory))
     return False
 
 

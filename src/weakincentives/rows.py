@@ -16,20 +16,16 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 _BUSY_SECONDS = 30.0
-_MARKS = {"application_id": 0x57494E4B, "user_version": 1}  # "WINK": whose file it is
-# Earlier versions have a full-text index, which is current while ``indexed`` equals ``revision``.
+_MARKS = {"application_id": 0x57494E4B, "user_version": 2}  # "WINK": whose file it is
 _TABLES = """
 CREATE TABLE memory (
     id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, value TEXT NOT NULL, folded TEXT NOT NULL
 );
-CREATE TABLE memory_state (revision INTEGER NOT NULL, indexed INTEGER NOT NULL);
-INSERT INTO memory_state VALUES (0, 0);
-"""
-# Added to the files of earlier versions, which do not write it: gaps are expected.
-_CHANGES = """
-CREATE TABLE IF NOT EXISTS memory_changes (
+CREATE TABLE memory_state (revision INTEGER NOT NULL);
+INSERT INTO memory_state VALUES (0);
+CREATE TABLE memory_changes (
     revision INTEGER NOT NULL, key TEXT NOT NULL, PRIMARY KEY (revision, key)
-) WITHOUT ROWID
+) WITHOUT ROWID;
 """
 _KNOWN_REVISIONS = 1000
 """How many of the last revisions name the keys that they changed."""
@@ -160,9 +156,8 @@ class RowStore:
         elif found != [*_MARKS.values()]:
             raise ResourceError(
                 f"{self.path} is not a memory that this version can read: it belongs to "
-                "another program, or to a newer version. Choose another path"
+                "another program, or to another version. Choose another path"
             )
-        connection.execute(_CHANGES)
 
 
 def _close(connection: Connection, pid: int) -> None:

@@ -4,9 +4,9 @@ An agent that could change our code, the interpreter or its modules would escape
 the next call. So these paths are read-only, even inside a workspace; the state directory, with the
 key of all seals, may not even be read.
 
-Files in or near a workspace may have been planted: by a cloned repository, or by an agent that
-worked on the parent directory. So every record that is acted upon later carries a seal made with
-the key. The seal also detects damage.
+The stores of all workspaces are in the state directory. Files in or near a workspace may have been
+planted: by a cloned repository, or by an agent that worked on the parent directory. So every record
+that is acted upon later carries a seal made with the key. The seal also detects damage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import hmac
 import os
 import site
 import stat
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -68,15 +69,119 @@ def state_path() -> Path:
     return _place() / "wink"
 
 
-def stores_of(root: str) -> Iterator[str]:
-    """Yield where the store of a workspace may be: beside it, then in the state directory.
+# Stores of workspaces
 
-    The path of the workspace is resolved. Unless a run has been told to use another store, one of
-    these exists once a run has worked there.
+
+def workspace_store(root: str) -> str:
+    """Return where the store of a workspace is, or would be; the path is resolved.
+
+    It is found by the path, else by the identity of a directory that was renamed or moved. A copy
+    is another directory, and so it gets a store of its own.
     """
-    above, name = os.path.split(root)
-    yield os.path.join(above, f".{name}.wink")
-    yield os.path.join(state_path(), f"{name or 'root'}-{_mark(root)}")
+    above = workspace_stores()
+    for mark in (_mark(root), _identity_mark(root)):
+        folder = None if mark is None else _indexed(above, mark)
+        if folder is not None:
+            return os.path.join(above, folder)
+    name = f"{os.path.basename(root) or 'root'}-{_mark(root)}"
+    if os.path.lexists(os.path.join(above, name, "root")):  # of a directory that was moved away
+        name = f"{name}-{_identity_mark(root) or 'new'}"
+    return os.path.join(above, name)
+
+
+def workspace_stores() -> str:
+    """Return the directory with the stores of all workspaces; it may not exist."""
+    return os.path.join(state_path(), "workspaces")
+
+
+def claim_store(root: str, store: str, before: str | None) -> None:
+    """Note that a directory of :func:`workspace_stores` is the store of a workspace.
+
+    ``before`` is the path that the workspace had, if any. A store elsewhere needs no note.
+
+    Raises:
+        StateUnavailable: That cannot be stored.
+    """
+    above, folder = os.path.split(store)
+    if above != workspace_stores():
+        return
+    index = Path(above) / _INDEX
+    try:
+        index.mkdir(mode=0o700, exist_ok=True)
+        for mark in (_mark(root), _identity_mark(root)):
+            if mark is not None and _indexed(above, mark) != folder:
+                staged = index / f"new-{os.urandom(8).hex()}"
+                staged.write_text(folder, "utf-8", "surrogateescape")
+                staged.replace(index / mark)
+        if before is not None and before != root and _indexed(above, _mark(before)) == folder:
+            is_here = os.path.lexists(before) and _identity_mark(before) == _identity_mark(root)
+            if not is_here:
+                (index / _mark(before)).unlink()
+    except OSError as error:
+        raise _unavailable(index, error) from error
+
+
+def forget_store(folder: str) -> None:
+    """Forget which workspace a directory of :func:`workspace_stores` was for."""
+    above = workspace_stores()
+    for mark in os.listdir(os.path.join(above, _INDEX)):
+        if _indexed(above, mark) == folder:
+            os.unlink(os.path.join(above, _INDEX, mark))
+
+
+_INDEX = "index"
+"""The directory with a file for each path and identity of a workspace; it names the store."""
+
+
+def _indexed(above: str, mark: str) -> str | None:
+    try:
+        with open(
+            os.path.join(above, _INDEX, mark),
+            encoding="utf-8",
+            errors="surrogateescape",
+            opener=no_links,
+        ) as file:
+            folder = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return folder if folder and os.path.basename(folder) == folder else None
+
+
+def _identity_mark(directory: str) -> str | None:
+    """Return what stays the same when a directory is moved; None where that cannot be told.
+
+    Inode numbers are used again, device numbers change: the birth time and the id of the
+    filesystem tell.
+    """
+    try:
+        status, filesystem = os.stat(directory), os.statvfs(directory).f_fsid
+        birth = _birth_ns(directory, status)
+    except OSError:
+        return None
+    return None if birth is None else _mark(f"{filesystem} {status.st_ino} {birth}")
+
+
+def _birth_ns(directory: str, status: os.stat_result) -> int | None:
+    known = getattr(status, "st_birthtime", None)
+    if known is not None:
+        return int(known * 1e9)
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    found = ctypes.create_string_buffer(256)
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except AttributeError:  # a C library before 2018
+        return None
+    at_current, no_flags, has_birth = -100, 0, 0x800
+    if statx(at_current, os.fsencode(directory), no_flags, has_birth, found):
+        return None
+    mask, seconds, nanoseconds = struct.unpack_from("=I76xqI", found)
+    return seconds * 1_000_000_000 + nanoseconds if mask & has_birth else None
+
+
+# Directories that agents can change
 
 
 def note_writable(directory: str) -> None:

@@ -266,7 +266,7 @@ class Telemetry:
         if not span.is_recording():
             return
         result, metadata = record.result, record.result.metadata
-        ended = "rolled_back" if record.ran else "refused"
+        ended = "rolled back" if record.ran else "denied" if record.denied_by else "refused"
         found: dict[str, Any] = {
             "wink.outcome": "committed" if record.success else ended,
             "wink.attempts": metadata.attempts,

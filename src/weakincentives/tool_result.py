@@ -115,6 +115,18 @@ class ToolResult(_WithDiff, Generic[R_co]):
         failure = ToolError(code, message, recoverable, tuple(suggestions))
         return ToolResult(message, None, success=False, failure=failure)
 
+    def unwrap(self) -> R_co:
+        """Return the value of a success; raise ToolFailed for a failure.
+
+        >>> ToolResult.ok(3).unwrap()
+        3
+        """
+        if not self.success:
+            from weakincentives.errors import ToolFailed
+
+            raise ToolFailed(self)
+        return cast("R_co", self.value)
+
     def __repr__(self) -> str:
         failure, metadata = self.failure, self.metadata
         parts = [

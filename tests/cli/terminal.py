@@ -191,6 +191,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
         and name not in ("COLUMNS", "LINES")  # the terminal's own size counts
     }
     kept |= {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    kept["WINK_HOOK_IDLE"] = "0"  # no process stays behind
     return {**kept, **(more or {})}
 
 

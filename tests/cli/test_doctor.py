@@ -414,36 +414,6 @@ def test_what_is_damaged_in_the_store_is_named_with_a_way_to_go_on(
     assert any(each.read_bytes() == file_was for each in file.parent.glob(f"{file.name}.before-*"))
 
 
-@pytest.mark.heavy
-def test_a_store_of_an_earlier_version_is_refused_until_it_is_adopted(
-    wink: Wink,  # noqa: F811
-    tmp_path: Path,
-):
-    """The archive was written by the version before seals."""
-    archive = Path(__file__).parents[1] / "filesystem/data/store_v1.tar.gz"
-    subprocess.run(["tar", "xzf", archive, "--no-same-owner"], cwd=tmp_path, check=True)
-    here = ("-w", str(tmp_path / "work"))
-    assert (tmp_path / "work/a.txt").read_text() == "third\n"
-    for command in ("log", "undo", "doctor"):
-        done = wink(command, *here)
-        assert done.code != 0
-        assert "an earlier version" in done.out + done.err
-        assert "--adopt-store" in done.out + done.err
-    assert (tmp_path / "work/a.txt").read_text() == "third\n"
-
-    adopted = wink("doctor", "--adopt-store", *here)
-
-    assert (adopted.code, adopted.err) == (0, "")
-    assert adopted.out == f"{tmp_path / '.work.wink'} carries your seal now.\n"
-    done = wink("log", "--json", *here)
-    assert (done.code, done.err) == (0, "")
-    assert [json.loads(line)["files"] for line in done.out.splitlines()]
-    for _ in range(3):
-        assert wink("undo", *here).code == 0
-    assert (tmp_path / "work/a.txt").read_text() == "first\n"
-    assert (tmp_path / "work/dir/b.txt").read_text() == "b\n"
-
-
 def test_adopting_what_is_not_there_is_one_line(wink: Wink, project: Path):  # noqa: F811
     done = wink("doctor", "--adopt-store")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from commands import Wink, make_run, run_open
 
 from weakincentives.adapters import calls
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
-from weakincentives.filesystem.store import HISTORY_LIMITS
+from weakincentives.filesystem.store import HISTORY_LIMITS, location_of
 from weakincentives.runtime.calls import RUN_LIMITS, UNFINISHED_DAYS, Run, runs_of
 
 TEXT = "a line that repeats itself\n" * 1000
@@ -28,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(project: Path) -> Path:
-    return project.parent / ".project.wink"
+    return location_of(project)
 
 
 @pytest.fixture
@@ -125,6 +126,32 @@ def test_without_a_store_there_is_nothing_to_do(wink: Wink, store: Path):
     assert not store.exists()
 
 
+def test_the_store_of_a_directory_that_is_gone_goes_by_its_age(
+    wink: Wink, project: Path, tmp_path: Path
+):
+    stores: dict[str, Path] = {}
+    for name, days in (("old", 91), ("recent", 89), ("present", 91)):
+        (tmp_path / name).mkdir()
+        run_of(tmp_path / name, "a")
+        stores[name] = location_of(tmp_path / name)
+        then = (stores[name] / "lock").stat().st_mtime - days * DAY
+        os.utime(stores[name] / "lock", (then, then))
+    for name in ("old", "recent"):
+        shutil.rmtree(tmp_path / name)
+
+    planned = json.loads(wink("gc", "--dry-run", "--json", "-w", str(tmp_path / "present")).out)
+    assert planned["removed"]["stores"] == [str(stores["old"])]
+    assert stores["old"].exists()
+    assert wink("gc").out.startswith("Removed 1 history of a directory that no longer exists.\n")
+    assert {name: store.exists() for name, store in stores.items()} == {
+        "old": False,
+        "recent": True,
+        "present": True,
+    }
+    (tmp_path / "old").mkdir()
+    assert WorkspaceHistory(tmp_path / "old").calls() == ()
+
+
 def test_while_a_process_has_the_directory_alone_only_a_dry_run_is_possible(
     wink: Wink, project: Path
 ):
@@ -137,7 +164,9 @@ def test_while_a_process_has_the_directory_alone_only_a_dry_run_is_possible(
     assert "in use by process" in refused.err
 
 
-def test_a_planted_store_is_refused(wink: Wink, store: Path):
+def test_a_store_without_a_seal_is_refused(wink: Wink, project: Path, store: Path):
+    HostFilesystem(project).close()
+    (store / "root").unlink()
     (store / "objects" / "ab").mkdir(parents=True)
     stray = store / "objects" / "ab" / ("c" * 62)
     stray.write_text("planted")

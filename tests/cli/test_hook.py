@@ -1,4 +1,4 @@
-"""`wink hook claude-code`: each tool that Claude Code uses is a call, which can be undone."""
+"""`wink hook run`: each tool that an agent uses is a call, which can be undone."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from messages_server import serving
 from weakincentives.adapters import ModelTurn
 from weakincentives.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.store import location_of
 
 
 @pytest.fixture
@@ -37,13 +38,12 @@ class Claude:
 
     def __init__(self, project: Path) -> None:
         self.project = project
-        self.turn = ""
+        self.turn = "p1"
 
     def tell(self, event: str, **more: Any) -> dict[str, Any]:
         told = {"session_id": "s1", "cwd": str(self.project), "hook_event_name": event, **more}
-        if self.turn:
-            told["prompt_id"] = self.turn
-        done = wink("hook", "claude-code", cwd=self.project, stdin=json.dumps(told))
+        told["prompt_id"] = self.turn
+        done = wink("hook", "run", "claude", cwd=self.project, stdin=json.dumps(told))
         assert (done.returncode, done.stderr) == (0, "")
         return json.loads(done.stdout) if done.stdout else {}
 
@@ -68,6 +68,40 @@ def calls(project: Path, **env: str) -> list[tuple[str, str, list[str]]]:
     lines = wink("log", "--json", cwd=project, env=env).stdout.splitlines()
     found = [json.loads(line) for line in lines]
     return [(c["tool"], c["outcome"], [f["path"] for f in c["files"]]) for c in found]
+
+
+@pytest.mark.parametrize("agent", ["", "sub"])
+@pytest.mark.parametrize("tool", ["mcp__prod__drop", "WebFetch"])
+def test_a_running_tool_does_not_lift_the_rules(
+    claude: Claude, project: Path, tool: str, agent: str
+):
+    """When it has ended, what it did to them is undone: too late for what ran meanwhile."""
+    rules = project / "wink.toml"
+    rules.write_text('[policy]\ndeny = ["mcp__prod__*", "WebFetch"]\n')
+
+    claude.before("u1", "Bash", agent, command="rm wink.toml; sleep 9")
+    rules.unlink()
+    denied = [claude.before("u2", tool)]
+    rules.write_text("")
+    denied.append(claude.before("u3", tool))
+    claude.after("u1", "Bash", agent=agent, command="rm wink.toml; sleep 9")
+
+    for said in denied:
+        decision = said["hookSpecificOutput"]
+        assert decision["permissionDecision"] == "deny"
+        assert "wink.toml has changed while another tool" in decision["permissionDecisionReason"]
+    assert "mcp__prod__*" in rules.read_text()
+    said = claude.before("u4", tool)["hookSpecificOutput"]
+    assert "not allowed here" in said["permissionDecisionReason"]
+
+
+def test_a_rule_holds_for_a_tool_by_its_former_name(claude: Claude, project: Path):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["Task", "KillShell"]\n')
+
+    for number, name in enumerate(["Agent", "Task", "TaskStop", "KillBash"]):
+        said = claude.before(f"u{number}", name)["hookSpecificOutput"]
+        assert said["permissionDecision"] == "deny", name
+    assert claude.before("u9", "TodoWrite") == {}
 
 
 def test_what_a_tool_changed_is_one_call_that_can_be_undone(claude: Claude, project: Path):
@@ -155,7 +189,6 @@ def test_after_the_end_of_a_turn_a_tool_without_an_end_has_no_part_in_the_next(
 def test_the_next_event_adopts_what_a_cancelled_tool_has_changed(
     claude: Claude, project: Path, event: str
 ):
-    claude.turn = "p1"
     claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
     (project / "mine.txt").unlink()
     claude.turn = "p2"
@@ -179,6 +212,7 @@ def test_a_person_s_edits_after_a_cancelled_tool_was_adopted_are_not_its_own(
 ):
     claude.before("u1", "Bash", command="rm mine.txt; sleep 60")
     (project / "mine.txt").unlink()
+    claude.turn = "p2"
     claude.before("u2", "Bash", command="make")
     claude.after("u2", "Bash", command="make")
     (project / "a.txt").write_text("edited by the person\n")
@@ -190,7 +224,6 @@ def test_a_person_s_edits_after_a_cancelled_tool_was_adopted_are_not_its_own(
 
 
 def test_tools_of_one_turn_may_run_at_the_same_time(claude: Claude, project: Path):
-    claude.turn = "p1"
     claude.before("u1", "Bash", command="slow")
     claude.before("u2", "Bash", command="quick")
     (project / "b.txt").write_text("either\n")
@@ -316,7 +349,7 @@ def test_what_a_process_committed_that_was_killed_right_after_is_not_the_tool_s(
     claude: Claude, project: Path
 ):
     claude.before("u1", "Bash", command="make")
-    note = project.parent / ".project.wink" / "scan" / "noted"
+    note = location_of(project) / "scan" / "noted"
     note.rename(note.with_name("kept"))  # so that it does not take its changes out
     with HostFilesystem(project, shared=True) as files:
         files.write("a.txt", "ours\n")
@@ -455,9 +488,10 @@ def test_without_rules_reading_waits_for_nobody(claude: Claude, project: Path):
         assert claude.before("u1", "Read", file_path="a.txt") == {}
 
 
-def test_a_damaged_note_in_the_store_attributes_nothing(claude: Claude, project: Path):
+def test_a_damaged_note_attributes_nothing(claude: Claude, project: Path, state: Path):
     claude.before("u1", "Bash", command="make")
-    (project.parent / ".project.wink" / "claude-code.json").write_text("{")
+    [note] = (state / "wink" / "hooks").glob("*/uses.json")
+    note.write_text("{")
     (project / "a.txt").write_text("two\n")
     claude.after("u1", "Bash", command="make")
 
@@ -467,7 +501,7 @@ def test_a_damaged_note_in_the_store_attributes_nothing(claude: Claude, project:
 
 def test_inside_wink_exec_the_hooks_leave_it_at_one_call(project: Path):
     told = {"session_id": "s1", "hook_event_name": "PreToolUse", "tool_name": "Bash"}
-    hook = [*WINK, "hook", "claude-code", "-w", "."]
+    hook = [*WINK, "hook", "run", "claude", "-w", "."]
     script = f"printf '%s' '{json.dumps(told)}' | {' '.join(hook)} > said && echo two > a.txt"
 
     assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
@@ -478,7 +512,7 @@ def test_inside_wink_exec_the_hooks_leave_it_at_one_call(project: Path):
 def test_inside_wink_exec_tools_are_denied_by_name(project: Path):
     (project / "wink.toml").write_text('[policy]\ndeny = ["WebFetch"]\n')
     told = {"session_id": "s1", "hook_event_name": "PreToolUse", "tool_name": "WebFetch"}
-    hook = [*WINK, "hook", "claude-code", "-w", "."]
+    hook = [*WINK, "hook", "run", "claude", "-w", "."]
     script = f"printf '%s' '{json.dumps(told)}' | {' '.join(hook)} > said"
 
     assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
@@ -487,10 +521,10 @@ def test_inside_wink_exec_tools_are_denied_by_name(project: Path):
 
 
 def test_what_is_no_hook_s_input_is_wrong_use(project: Path):
-    done = wink("hook", "claude-code", cwd=project, stdin="hello")
+    done = wink("hook", "run", "claude", cwd=project, stdin="hello")
 
     assert done.returncode == 2
-    assert "--print-settings" in done.stderr
+    assert "wink hook install claude --print" in done.stderr
 
 
 # The real program
@@ -514,8 +548,10 @@ class Program:
         self._left = {"main": list(turns), "sub": list(sub)}
         self.ends_after: list[Path] = []
         """Pipes to be written before the main agent gets its last answer."""
-        printed = wink("hook", "claude-code", "--print-settings", cwd=project)
-        self.settings = json.loads(printed.stdout)
+        home.mkdir(exist_ok=True)
+        wink("hook", "install", "claude", cwd=project, env={"CLAUDE_CONFIG_DIR": str(home)})
+        self._file = home / "settings.json"
+        self.settings = json.loads(self._file.read_text())
 
     def _turn(self, request: dict[str, Any]) -> ModelTurn:
         first = json.dumps(request["messages"][0])
@@ -535,7 +571,7 @@ class Program:
                 **server.environment,
             }
             argv = [self._program, "-p", "Go", "--model", "claude-sonnet-5", *options]
-            argv += ["--settings", json.dumps(self.settings)]
+            self._file.write_text(json.dumps(self.settings))
             with subprocess.Popen(
                 [*argv, "--permission-mode", "bypassPermissions"],
                 cwd=self.project, env=environment(env), stdin=subprocess.DEVNULL,
@@ -645,37 +681,8 @@ def test_without_wink_the_real_program_runs_no_tool(project: Path, tmp_path: Pat
     program = Program(project, tmp_path, [[bash("toolu_1", "rm mine.txt")]])
     for [matcher] in program.settings["hooks"].values():
         command = matcher["hooks"][0]["command"]
-        matcher["hooks"][0]["command"] = re.sub(r"^\S+", "/nowhere/wink", command)
+        matcher["hooks"][0]["command"] = re.sub(r"^\S+", "/nowhere/python", command)
     program.run()
 
     assert (project / "mine.txt").exists()
     assert calls(project) == []
-
-
-# The settings
-
-
-def test_the_printed_hooks_start_this_program_from_anywhere(project: Path):
-    printed = wink("hook", "claude-code", "--print-settings", cwd=project)
-    commands = {
-        event: matcher["hooks"][0]["command"]
-        for event, [matcher] in json.loads(printed.stdout)["hooks"].items()
-    }
-
-    told = {"session_id": "s1", "cwd": str(project), "hook_event_name": "PreToolUse"}
-    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
-    for event, command in commands.items():
-        assert os.path.isabs(shlex.split(command)[0])
-        assert command.endswith(" || exit 2") == (event == "PreToolUse")
-    done = subprocess.run(
-        ["sh", "-c", commands["PreToolUse"]], cwd="/", env=environment({"PATH": "/bin"}), text=True,
-        input=json.dumps({**told, "tool_name": "Bash"}), capture_output=True, check=False,
-    )  # fmt: skip
-    assert '"deny"' in done.stdout, done.stderr
-
-
-def test_no_help_tells_to_write_over_the_settings(project: Path):
-    shown = wink("hook", "claude-code", "--help", cwd=project).stdout
-
-    assert "> .claude/settings.json" not in " ".join(shown.split())
-    assert "--settings" in shown

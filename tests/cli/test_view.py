@@ -71,8 +71,9 @@ def ended(
         duration=seconds,
         call_id="c1",
         denied_by="a policy" if outcome == "denied" else "",
+        ran=outcome != "denied",
     )
-    rolled_back = outcome == "failed"
+    rolled_back = outcome == "rolled back"
     return CallEnded(record=record, arguments=arguments, rolled_back=rolled_back, files=files)
 
 
@@ -91,7 +92,9 @@ def events(text: str) -> list[Event]:
         TurnEnded(1, ModelTurn(text=text, tool_calls=(call,))),
         ToolStarted(call),
         ToolProgress(call, text, 1, 2),
-        ended("failed", tool=text, arguments=arguments, message=text, output=output, files=files),
+        ended(
+            "rolled back", tool=text, arguments=arguments, message=text, output=output, files=files
+        ),
         Plan(objective=text, steps=steps),
         SentBack(text),
         ContextCompacted(
@@ -199,7 +202,7 @@ def test_arguments_that_are_no_json_are_shown_all_the_same():
     ("outcome", "rolled_back", "sign", "plain"),
     [
         ("committed", False, "✓", "ok"),
-        ("failed", True, "✗", "failed"),
+        ("rolled back", True, "✗", "failed"),
         ("denied", False, "⊘", "denied"),
     ],
 )
@@ -232,7 +235,7 @@ def test_the_end_of_a_run_lists_files_and_counts_the_rest():
 
 def test_of_a_failed_command_the_last_line_is_told():
     event = ended(
-        "failed",
+        "rolled back",
         tool="shell_execute",
         arguments={"command": ["make", "test"]},
         message="The command ended with exit code 2.",

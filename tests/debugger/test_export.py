@@ -23,6 +23,7 @@ from weakincentives.debugger import Views, export_run
 from weakincentives.debugger.export import STATIC, Page
 from weakincentives.errors import ExportRefused
 from weakincentives.filesystem.diffs import lines_of
+from weakincentives.filesystem.store import location_of
 from weakincentives.runtime.calls import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -167,7 +168,7 @@ def test_a_run_in_progress_can_be_exported(project: Path, tmp_path: Path):
     @wink.tool(reach="read")
     def export(*, context: wink.ToolContext) -> str:
         """Export the run that makes this call."""
-        (path,) = (project.parent / ".project.wink" / "runs").glob("*.jsonl")
+        (path,) = (location_of(project) / "runs").glob("*.jsonl")
         return str(export_run(project, Run(path), tmp_path / "run.html").calls)
 
     scripted_run(project, [*TURNS[:2], calls(("export", {})), "Done."], tools=[export])

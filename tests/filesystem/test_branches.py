@@ -44,6 +44,7 @@ from weakincentives.filesystem import (
     branches_of,
     drop_branch,
 )
+from weakincentives.filesystem.store import location_of
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, Tool, ToolResult
 from weakincentives.runtime import Session, ToolCall, execute_tools
 
@@ -120,6 +121,52 @@ def test_the_branch_keeps_its_base_when_calls_change_the_workspace(
     fs.undo(*[call.call_id for call in fs.history()[-2:]])
     assert shown(branch) == before
     assert shown(again(branch)) == before
+
+
+def test_the_branch_keeps_its_base_when_several_calls_move_the_same_file(
+    root: Path, fs: HostFilesystem, branch: Branch
+) -> None:
+    """It looks for the first time when all of them are done."""
+    fs.move("a", "e/c")
+    fs.write("a", "another")
+    fs.move("e", "d", overwrite=True)
+
+    assert branch.read("a") == "a\n" * 5
+    assert "another" not in shown(branch).values()
+    assert not branch.exists("e")
+
+
+@pytest.mark.parametrize("deed", ["copy", "move"])
+def test_a_file_that_a_call_has_replaced_since_can_be_copied_and_moved_on_the_branch(
+    root: Path, fs: HostFilesystem, branch: Branch, deed: str
+) -> None:
+    """Its content is in the history of the workspace, and may be removed from there."""
+    fs.write("a", "call")
+    getattr(branch, deed)("a", "copied")
+    assert branch.read("copied") == "a\n" * 5
+    assert again(branch).read("copied") == "a\n" * 5
+
+
+@pytest.mark.parametrize(
+    "deeds",
+    [
+        [("copy", "d", "e/f"), ("delete", "e/f")],
+        [("write", "e/f", "new"), ("move", "d", "e")],
+        [("mkdir", "e"), ("delete", "e")],
+        [("copy", "d", "e"), ("write", "e/c", "new"), ("move", "e", "d")],
+    ],
+)
+def test_what_the_branch_itself_made_and_replaced_is_no_conflict(
+    root: Path, fs: HostFilesystem, branch: Branch, deeds: list[tuple[str, ...]]
+) -> None:
+    for name, *arguments in deeds:
+        given = {"delete": {"recursive": True}, "move": {"overwrite": True}}.get(name, {})
+        getattr(branch, name)(*arguments, **given)
+    expected = shown(branch)
+
+    branch.merge_into(fs)
+
+    assert shown(fs) == expected
 
 
 def test_two_commits_within_one_tick_of_the_clock_do_not_show(
@@ -578,9 +625,12 @@ def test_calls_that_only_read_are_no_commits(branch: Branch) -> None:
 # A disk without space
 
 
-def test_a_change_on_a_full_disk_leaves_the_branch_as_it_was(tmp_path: Path) -> None:
+def test_a_change_on_a_full_disk_leaves_the_branch_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = tmp_path / "small"
     small.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(small / "state"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a filesystem")
@@ -657,6 +707,7 @@ def state(root: Path) -> tuple[object, ...]:
 def prepare(place: Path) -> Path:
     root = place / "work"
     shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(location_of(root), ignore_errors=True)
     for path in ("a", "b", "d/c", "one"):
         put(root / path, f"{path}\n")
     os.link(root / "one", root / "d/two")
@@ -698,14 +749,14 @@ def test_a_branch_waits_for_the_process_that_rolls_a_killed_call_back(
     tmp_path: Path, forkserver: None
 ) -> None:
     root = prepare(tmp_path / "p")
-    journal = tmp_path / "p/.work.wink/tx/journal"
+    journal = location_of(root) / "tx/journal"
     with contextlib.closing(Branch.create(root, "other", at=0)) as branch:
         before = shown(branch)
         for instant in range(1, 100):
             assert not attempt("merge", root, Death(instant))
             if journal.exists() and journal.stat().st_size:
                 break
-        holding = os.open(root.with_name(".work.wink") / "lock", os.O_RDWR)
+        holding = os.open(location_of(root) / "lock", os.O_RDWR)
         locks.take(holding)
         threading.Timer(0.2, os.close, [holding]).start()
 
@@ -784,7 +835,7 @@ def test_a_branch_begins_on_a_store_that_a_kill_has_left_half_made(tmp_path: Pat
     root = tmp_path / "work"
     root.mkdir()
     HostFilesystem(root).close()
-    store = tmp_path / ".work.wink"
+    store = location_of(root)
     made = ["tx", "directory.lock", "open"]
     for each in made[made.index(cut) :]:
         path = store / each

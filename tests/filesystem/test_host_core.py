@@ -28,7 +28,7 @@ from weakincentives.errors import (
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.journal import Record, read_journal
-from weakincentives.filesystem.store import Source
+from weakincentives.filesystem.store import Source, location_of
 from weakincentives.filesystem.tree import Tree, exchange
 from weakincentives.state import Seals
 
@@ -54,7 +54,7 @@ def fs(root: Path) -> Iterator[HostFilesystem]:
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def change_all(fs: HostFilesystem) -> None:
@@ -411,70 +411,6 @@ def test_torn_record_is_no_record(tmp_path: Path):
     assert read(line(0) + line(0)) == (1, "torn")
     assert read(line(size) + line(0)) == (0, "torn")
     assert read(line(0)[:-1] + b" \n") == (0, "torn")
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            '["put","a",null,"n1",null,null,[7,12,5],[8,7,6],null,[["",4]],false,null,null,null,"%s"]'
-            % ("a" * 64),
-            {
-                "before": Entry("file", size=12, mtime_ns=5, ino=7),
-                "after": Entry("file", size=7, mtime_ns=6, ino=8, digest="a" * 64),
-                "saved": "n1",
-                "times": (((), 4),),
-            },
-        ),
-        (
-            '["gone","a",null,"k1",null,null,[7,-1,-1],null,"b/c",[],false,null]',
-            {
-                "before": Entry("directory", size=-1, mtime_ns=-1, ino=7),
-                "saved": "k1",
-                "scratch": ("b", "c"),
-            },
-        ),
-        (
-            '["edit","a",null,"k1","c2",["file",420,5,0,0,[],10,7,3,null,null],[7,10,5],[7,-1,-1],'
-            "null,[],false,null,null,null,null]",
-            {
-                "before": Entry("file", 0o644, 10, 5, 7, links=3),
-                "after": Entry("file", size=-1, mtime_ns=-1, ino=7),
-                "saved": "k1",
-                "source": Source("c2"),
-            },
-        ),
-        (
-            '["made","a",null,null,null,null,null,null,null,[],false,null]',
-            {"after": Entry("directory")},
-        ),
-        (
-            '["found","a",null,null,null,["symlink",511,5,0,0,[],1,7,1,"x",null],null,null,null,[],'
-            'false,null,"b",["pack-1",3,9],null]',
-            {
-                "before": Entry("link", 0o777, 1, 5, 7, target="x"),
-                "twin": ("b",),
-                "source": Source("pack-1", 3, 9),
-            },
-        ),
-        (
-            '["moved over","a","b","k1",null,null,[7,1,5],[7,1,5],null,[],false,null]',
-            {
-                "op": "moved",
-                "origin": ("b",),
-                "before": Entry("file", size=1, mtime_ns=5, ino=7),
-                "after": Entry("file", size=1, mtime_ns=5, ino=7),
-                "saved": "k1",
-            },
-        ),
-        (
-            '["external","",null,null,null,null,[1,200,0],null,null,[],false,null]',
-            {"op": "external", "path": (), "data": {"index": [1, 200]}},
-        ),
-    ],
-)
-def test_a_record_of_an_earlier_version_says_the_same(line: str, expected: dict[str, Any]):
-    assert Record.decode(line.encode()) == Record(**{"op": "was", "path": ("a",), **expected})
 
 
 @pytest.mark.parametrize(

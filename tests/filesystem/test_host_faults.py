@@ -20,6 +20,7 @@ from trees import elsewhere as another_filesystem
 from chance import STRIDE
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.store import location_of
 
 pytestmark = pytest.mark.sampled
 
@@ -395,7 +396,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_private_view_on_a_full_disk_is_refused_and_the_rest_goes_on(small: Path):
     root = fill(small / "work")
     before = look(root)
-    with HostFilesystem(root) as fs:
+    with HostFilesystem(root, store=small / "store") as fs:
         view = fs.fork()
         view.write("dir/c.txt", "staged while there was space")
         use_up(small)
@@ -721,7 +722,7 @@ def test_a_workspace_that_is_deleted_meanwhile_is_told(root: Path):
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def test_a_store_that_is_deleted_between_calls_costs_the_history_only(root: Path):

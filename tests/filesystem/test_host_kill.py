@@ -41,7 +41,7 @@ class Workspace:
 
     def __init__(self, base: Path, trees: list[Tree], store: Path | None = None) -> None:
         self.root = base / "work"
-        self.store = store or base / ".work.wink"
+        self.store = store or base / "store"
         self.killed = base / "as the kill left it"
         self.trees = trees
         self.done = 0

@@ -602,8 +602,7 @@ def _killed_until_done(tmp_path: Path, seed: int) -> int:
             break
         kills += 1
     for place in ("there", "last"):
-        names = set(os.listdir(tmp_path / place))
-        assert names == {"workspace", ".workspace.wink"}
+        assert os.listdir(tmp_path / place) == ["workspace"]
     branch = Branch.open(tmp_path / "last" / "workspace", "moved")
     assert [branch.read(f"made/{n}") for n in range(6)] == [f"text {n}\n" * 1000 for n in range(6)]
     assert len(branch.history()) == 6

@@ -31,7 +31,7 @@ from weakincentives.errors import ContentDamaged, FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.prune import disk_usage
-from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.store import Store, location_of
 
 EVERYTHING = Limits(days=0, newest=0)
 NOTHING = Limits()
@@ -63,7 +63,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def objects(root: Path) -> list[Path]:

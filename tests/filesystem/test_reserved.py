@@ -28,7 +28,7 @@ EVIL = "[core]\n\tfsmonitor = touch /tmp/owned\n"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A workspace with a repository, one inside of it, a bare one, and a store."""
+    """A workspace with a repository, one inside of it, and a bare one."""
     root = tmp_path / "work"
     modules = (".git/modules/lib", ".git/modules/logs", ".git/modules/deps/objects")
     modules += (".git/worktrees/tree/modules/lib",)
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
     put(root / ".gitmodules", "")
     put(root / "wink.toml", "")
     put(root / "sub/wink.toml", "")
-    put(root / "packages/.foo.wink/tx/journal", "x")
+    put(root / "packages/wink.toml", "")
     put(root / "packages/foo/a.py", "a = 1\n")
     put(root / "tree/.git", "gitdir: ../.git/worktrees/tree\n")
     put(root / ".git/worktrees/tree/commondir", "../..\n")
@@ -75,7 +75,6 @@ PROTECTED = [
     *(".git/modules/logs/config", ".git/modules/logs/hooks/x", ".git/modules/refs/config"),
     *(".git/modules/deps/objects/config", ".git/modules/deps/objects/commondir"),
     *(".git/worktrees/tree/modules/lib/config", ".git/worktrees/tree/modules/new/hooks/x"),
-    *("packages/.foo.wink/tx/journal", "packages/.bar.wink/tx/journal", "a/b/.c.wink/x"),
 ]
 
 OPEN = [
@@ -661,7 +660,7 @@ def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):
         """
 from weakincentives.state import Seals
 Seals("test")
-with HostFilesystem(root) as fs:
+with HostFilesystem(root, store=root.parent / "store") as fs:
     assert not fs.exists("home/.state/wink/key")
     assert [each.path for each in fs.list("home/.state")] == []
     assert fs.glob("**/key") == ()

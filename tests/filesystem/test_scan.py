@@ -25,6 +25,7 @@ from ordinary_user import OrdinaryUser
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import HostFilesystem, overlay
 from weakincentives.filesystem.scan import Noted
+from weakincentives.filesystem.store import location_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
 
@@ -135,7 +136,7 @@ def test_a_damaged_list_of_what_is_there_is_made_again_before_a_call(root: Path,
 
 def test_a_damaged_list_is_never_applied_to_the_directory(root: Path):
     die_in_external_call(root, "rm large.bin; echo changed > dir/b.txt")
-    (index,) = (root.parent / ".work.wink/scan").glob("index-*")
+    (index,) = (location_of(root) / "scan").glob("index-*")
     data = bytearray(index.read_bytes())
     data[len(data) // 2] ^= 1
     index.write_bytes(data)
@@ -183,17 +184,20 @@ def test_a_large_content_that_lost_its_end_is_told_and_not_put_back(root: Path, 
     assert (root / "dir/b.txt").read_text() == "b\n"
 
 
-def die_in_external_call(root: Path, script: str) -> None:
+def die_in_external_call(root: Path, script: str, store: Path | None = None) -> None:
     program = """
 import os, signal, subprocess, sys
 from weakincentives.filesystem import HostFilesystem
-fs = HostFilesystem(sys.argv[1])
+fs = HostFilesystem(sys.argv[1], store=sys.argv[3])
 view = fs.fork_in_place()
 view.expect_external()
 subprocess.run(["sh", "-ec", sys.argv[2]], cwd=sys.argv[1], check=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program, root, script], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, root, script, store or location_of(root)],
+        capture_output=True,
+    )
     assert done.returncode == -9, done.stderr.decode()
 
 
@@ -280,7 +284,7 @@ def test_a_call_on_a_disk_that_others_fill_up_is_undone(small: Path, script: str
     root = small / "work"
     plant(root)
     before = look(root)
-    with HostFilesystem(root) as fs:
+    with HostFilesystem(root, store=small / "store") as fs:
         with external_call(fs):
             shell(small, script)
             use_up(small)
@@ -295,9 +299,9 @@ def test_a_killed_call_on_a_full_disk_is_undone(small: Path):
     root = small / "work"
     plant(root)
     before = look(root)
-    die_in_external_call(root, "rm -r d* large*; echo x > new")
+    die_in_external_call(root, "rm -r d* large*; echo x > new", small / "store")
     use_up(small)
-    with HostFilesystem(root):
+    with HostFilesystem(root, store=small / "store"):
         assert look(root) == before
 
 
@@ -305,7 +309,7 @@ def test_a_call_for_whose_undo_there_is_no_space_is_refused_before_it_begins(sma
     root = small / "work"
     plant(root)
     before = look(root)
-    with HostFilesystem(root) as fs:
+    with HostFilesystem(root, store=small / "store") as fs:
         use_up(small)
         view = fs.fork_in_place()
         with pytest.raises((OSError, FilesystemError), match="space"):

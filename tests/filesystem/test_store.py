@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,16 @@ from trees import look
 
 from weakincentives.errors import (
     ContentDamaged,
-    SnapshotError,
     StoreRefused,
     WinkError,
 )
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory, adopt_store
 from weakincentives.filesystem import history as history_module
-from weakincentives.runtime import OutcomeLedger, SavedSession, Session
+from weakincentives.filesystem.store import location_of
+from weakincentives.runtime import SavedSession, Session
+from weakincentives.state import SEAL_SIZE, Seals
 
 ROOT = os.geteuid() == 0
-DATA = Path(__file__).with_name("data")
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def store_of(root: Path) -> Path:
-    return root.parent / f".{root.name}.wink"
+    return location_of(root)
 
 
 def used(root: Path) -> Path:
@@ -188,25 +187,25 @@ def test_a_store_that_others_may_enter_is_closed_to_them(root: Path):
 
 def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_path: Path):
     """A repository brings it along: a journal that takes a file from elsewhere."""
-    store = store_of(root)
+    store = tmp_path / "store"
     store.mkdir(mode=0o700)
     (store / "tx").mkdir()
     status = root.stat()
     (store / "root").write_text(json.dumps({"path": str(root), "ino": status.st_ino}))
     (tmp_path / "precious").write_text("precious")
-    values = ["gone", "taken.txt", None, "../../precious", None, None, None, None, None, []]
-    text = json.dumps([*values, True, None, None]).encode()
-    (store / "tx" / "journal").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    values = [3, "was", "taken.txt", None, None, None, "../../precious", None, None, [], True]
+    text = json.dumps([*values, None, None, []]).encode()
+    (store / "tx" / "journal").write_bytes(b"%s %s\n" % (b"0" * SEAL_SIZE, text))
     before = look(tmp_path)
 
     for look_at in (HostFilesystem, WorkspaceHistory):
-        with pytest.raises(StoreRefused, match=r"earlier version.*planted.*--adopt-store"):
-            look_at(root)
+        with pytest.raises(StoreRefused, match=r"planted.*--adopt-store"):
+            look_at(root, store=store)
     assert look(tmp_path) == before
 
     # Even if somebody says yes: a name that leads elsewhere is none.
-    assert adopt_store(root)
-    with HostFilesystem(root) as fs:
+    assert adopt_store(root, store=store)
+    with HostFilesystem(root, store=store) as fs:
         assert not fs.exists("taken.txt")
     assert (tmp_path / "precious").read_text() == "precious"
     assert (root / "a.txt").read_text() == "first\n"
@@ -215,13 +214,15 @@ def test_a_planted_store_is_refused_and_nothing_of_it_is_used(root: Path, tmp_pa
 def test_a_store_of_another_key_is_refused(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    used(root)
+    store = tmp_path / "store"
+    with HostFilesystem(root, store=store) as fs:
+        fs.write("a.txt", "second\n")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user's state"))
     with pytest.raises(StoreRefused, match="seal"):
-        HostFilesystem(root)
+        HostFilesystem(root, store=store)
 
-    assert adopt_store(root) == ()
-    with HostFilesystem(root) as fs:
+    assert adopt_store(root, store=store) == ()
+    with HostFilesystem(root, store=store) as fs:
         assert fs.history()[0].paths == ("a.txt",)
 
 
@@ -237,57 +238,100 @@ def test_records_of_one_store_are_none_in_another(root: Path, tmp_path: Path):
     assert len(WorkspaceHistory(root).damaged()) == 1
 
 
-# Adopting
+# Where it is
 
 
-def test_a_store_that_an_earlier_version_wrote_is_adopted_with_all_that_it_has(tmp_path: Path):
-    """The archive was written by the version before seals."""
-    subprocess.run(["tar", "xzf", str(DATA / "store_v1.tar.gz"), "--no-same-owner"],
-                   cwd=tmp_path, check=True)  # fmt: skip
-    root = tmp_path / "work"
-    store = store_of(root)
-    run = store / "runs" / "20260101-000000-abc.jsonl"
-    with pytest.raises(StoreRefused, match="earlier version"):
-        HostFilesystem(root)
-    with pytest.raises(SnapshotError, match="earlier version"):
-        SavedSession.open(run)
+def test_nothing_is_put_into_or_beside_the_workspace(root: Path):
+    used(root)
 
-    assert adopt_store(root) == ()
-    assert SavedSession.adopt(run) == 0
-    assert OutcomeLedger.adopt(store / "outcomes.jsonl") == ()
+    assert os.listdir(root.parent) == [root.name]
+    assert store_of(root).is_relative_to(os.environ["XDG_STATE_HOME"])
+    assert stat.S_IMODE(store_of(root).parent.parent.stat().st_mode) == 0o700
 
-    with SavedSession.open(run) as saved:
-        assert saved.session[str].all() == ("hello",)
-        assert saved.about["flags"] == {"policy": ["protect=.env"]}
-    ledger = OutcomeLedger(store / "outcomes.jsonl")
-    found = [ledger.find(call_id) for call_id in ("paid", "lost", "new")]
-    assert [each and each.outcome for each in found] == ["committed", "unknown", None]
-    with HostFilesystem(root) as fs:
-        assert fs.recovered == ()
-        calls = [each.call_id for each in fs.history()]
-        assert len(calls) == 3
-        fs.undo(*calls)
-        assert fs.read("a.txt") == "first\n"
+
+def test_a_directory_that_was_renamed_or_moved_keeps_its_history(root: Path, tmp_path: Path):
+    used(root)
+    moved = tmp_path / "another/name"
+    moved.parent.mkdir()
+    root.rename(moved)
+
+    assert len(WorkspaceHistory(moved).calls()) == 4
+    with HostFilesystem(moved) as fs:
+        fs.undo(fs.history()[-1].call_id)
         assert fs.read("dir/b.txt") == "b\n"
 
 
-def test_a_call_that_an_earlier_version_left_unfinished_is_undone_once_it_is_adopted(root: Path):
-    killed(root)
-    before = {path: each for path, each in look(root).items() if path != "new.txt"}
-    store = store_of(root)
-    lines = (store / "tx" / "journal").read_bytes().splitlines()
-    texts = [line[33:] for line in lines]
-    as_before = b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in texts)
-    (store / "tx" / "journal").write_bytes(as_before)
-    (store / "root").write_text(json.dumps({"path": str(root), "ino": root.stat().st_ino}))
-    assert "keep" not in before
+def test_a_directory_made_where_another_was_moved_from_has_its_own_history(
+    root: Path, tmp_path: Path
+):
+    used(root)
+    root.rename(tmp_path / "moved")
+    HostFilesystem(tmp_path / "moved").close()
+    root.mkdir()
 
-    assert adopt_store(root) == ()
     with HostFilesystem(root) as fs:
-        assert fs.recovered == ()
-        assert fs.read("a.txt") == "first\n"
-        assert fs.read("keep/c.txt") == "the only one\n"
-        assert not fs.exists("new.txt")
+        assert fs.history() == ()
+        fs.write("a.txt", "another\n")
+    assert len(WorkspaceHistory(tmp_path / "moved").calls()) == 4
+    assert len(WorkspaceHistory(root).calls()) == 1
+
+
+def test_a_directory_that_was_made_again_keeps_its_history(root: Path):
+    used(root)
+    shutil.rmtree(root)
+    root.mkdir()
+
+    with HostFilesystem(root) as fs:
+        assert len(fs.history()) == 4
+
+
+def test_a_copy_has_its_own_history(root: Path, tmp_path: Path):
+    used(root)
+    shutil.copytree(root, tmp_path / "copy")
+
+    with HostFilesystem(tmp_path / "copy") as fs:
+        assert fs.history() == ()
+        assert fs.read("a.txt") == "third\n"
+    with HostFilesystem(root) as fs:
+        assert len(fs.history()) == 4
+
+
+def test_a_store_beside_the_workspace_is_left_untouched_and_named(
+    root: Path, caplog: pytest.LogCaptureFixture
+):
+    """Whoever wrote it: a repository or an agent may have planted it."""
+    used(root)
+    planted = root.parent / f".{root.name}.wink"
+    store_of(root).rename(planted)
+    before = look(planted)
+
+    with HostFilesystem(root) as fs:
+        assert fs.history() == ()
+    assert f"{planted} is a store of an earlier version" in caplog.text
+    assert look(planted) == before
+
+
+def test_a_workspace_that_holds_the_state_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.raises(ValueError, match=r"must not be inside.*Set XDG_STATE_HOME.*or give store="):
+        HostFilesystem(tmp_path)
+
+
+# Other formats
+
+
+def test_a_store_in_another_format_is_refused_and_left_as_it_is(root: Path):
+    store = used(root)
+    note = json.loads((store / "root").read_bytes()[SEAL_SIZE + 1 :])
+    (store / "root").write_bytes(Seals("store").sealed(json.dumps({**note, "version": 3}).encode()))
+    before = look(store)
+
+    with pytest.raises(StoreRefused, match=r"has the format 3, and this wink reads 4 only.*Delete"):
+        HostFilesystem(root)
+
+    assert look(store) == before
 
 
 # Locks

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +107,30 @@ async def _written_and_undone(command: tuple[str, ...], project: Path) -> list[b
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("transport", ["stdio", "http"])
 def test_claude_code_uses_our_tools_with_the_settings_of_the_page(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ):
     sdk = pytest.importorskip("claude_agent_sdk", reason="claude-agent-sdk is not installed")
     monkeypatch.syspath_prepend(ROOT / "tests" / "adapters")
     from messages_server import serving
 
-    (project / ".mcp.json").write_text(json.dumps(snippets()["Claude Code"]))
     turns = [
         calls(("write_file", {"path": "new.txt", "content": "by a model\n"})),
         calls(("delete_file", {"path": "missing.txt"})),
         calls(("undo", {})),
         says("Done."),
     ]
-    with serving(turns) as model:
+    with ExitStack() as stack:
+        heading = "Claude Code"
+        if transport == "http":
+            heading = "One server for several clients"
+            port = stack.enter_context(served_over_http(project))
+        settings = json.dumps(snippets()[heading])
+        if transport == "http":
+            settings = settings.replace("8765", str(port))
+        (project / ".mcp.json").write_text(settings)
+        model = stack.enter_context(serving(turns))
         done = subprocess.run(
             [
                 Path(sdk.__file__).parent / "_bundled" / "claude",
@@ -135,6 +144,7 @@ def test_claude_code_uses_our_tools_with_the_settings_of_the_page(
                 **PATH,
                 **model.environment,
                 "HOME": str(tmp_path),
+                "WINK_MCP_TOKEN": TOKEN,
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
                 "ENABLE_TOOL_SEARCH": "false",
             },

@@ -20,9 +20,7 @@ pytest.importorskip("mcp")
 
 from mcp import Client
 
-from weakincentives.mcp import McpOutput, McpServer, McpToolsSection
-from weakincentives.mcp.output import McpMedia
-from weakincentives.serde import freeze, thaw
+from weakincentives.mcp import McpServer, McpToolsSection
 
 PNG = b"\x89PNG\r\n\x1a\n\xfb\xff\xfe\rIHDR"
 
@@ -110,10 +108,3 @@ def test_a_picture_makes_the_round_trip_over_stdio(tmp_path: Path):
     (answer,) = [each for each in adapter.last_request.messages if each.role == "tool"]
     assert answer.text.startswith("logo.png is a picture:\n[image/png, 16 bytes: logo.png]")
     assert [(each.data, each.media_type) for each in answer.media] == [(PNG, "image/png")]
-
-
-def test_an_answer_with_media_that_an_earlier_version_saved_still_opens():
-    old = McpOutput("[image]", None, (McpMedia("image", "image/png", "AAAA"),))
-
-    assert thaw(freeze(old)) == old
-    assert ToolResult.ok(old).media == ()

@@ -14,12 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from weakincentives.errors import OutputParseError, PromptError
+from weakincentives.adapters import ScriptedAdapter
+from weakincentives.errors import NoOutput, OutputParseError, PromptError
+from weakincentives.prompt import Prompt, PromptTemplate
 from weakincentives.prompt.structured_output import (
     output_instructions,
     output_schema,
     parse_structured_output,
 )
+from weakincentives.runtime import Session
 from weakincentives.serde import dump
 
 
@@ -244,12 +247,87 @@ def test_the_schema_is_the_callers_to_change():
     assert output_schema(list[Finding])["properties"]
 
 
-@pytest.mark.parametrize("output_type", [None, int, str, Finding | None])
-def test_what_cannot_be_an_object_is_refused_as_output_type(output_type: Any):
-    with pytest.raises(TypeError, match="use a dataclass or a list of them"):
-        output_schema(output_type)
-    with pytest.raises(TypeError, match="use a dataclass or a list of them"):
-        parse_structured_output("{}", output_type)
+def test_what_is_no_object_is_asked_for_in_one():
+    assert output_schema(int)["required"] == ["result"]
+    assert parse_structured_output('{"result": 3}', int) == 3
+    assert parse_structured_output("3", int) == 3
+    assert 'under the key "result"' in output_instructions(Finding | Review)
+    with pytest.raises(OutputParseError, match="Expected type integer"):
+        parse_structured_output('{"result": "3"}', int)
+
+
+def test_an_answer_is_one_of_a_union():
+    either = Finding | Review
+    for answer, wanted in (
+        ('{"result": {"title": "Typo", "lines": [3]}}', Finding("Typo", (3,))),
+        ('{"title": "Typo", "lines": [3]}', Finding("Typo", (3,))),
+        ('{"result": {"verdict": "approve"}}', Review("approve")),
+    ):
+        assert parse_structured_output(answer, either) == wanted
+    with pytest.raises(OutputParseError):
+        parse_structured_output("I would rather not", either)
+
+
+def test_text_is_an_answer_where_a_union_has_it():
+    assert parse_structured_output("I would rather not", Finding | str) == "I would rather not"
+    assert parse_structured_output('{"result": "no"}', Finding | str) == "no"
+    assert parse_structured_output('{"result": {"title": "a"}}', Finding | str) == Finding("a")
+    assert parse_structured_output("plain", str) == "plain"
+
+
+def book(number: int, seat: str = "12A") -> str:
+    """Book a seat."""
+    if number < 1:
+        raise ValueError("there is no such train")
+    return f"{number}/{seat}"
+
+
+def test_a_function_is_called_with_the_answer():
+    assert output_schema(book)["properties"].keys() == {"number", "seat"}
+    assert parse_structured_output('{"number": 3}', book) == "3/12A"
+    assert problems_of('{"number": 0}', book) == {"": "there is no such train"}
+    assert problems_of('{"number": "x"}', book) == {
+        "number": "Expected type integer, got string 'x'"
+    }
+
+
+def test_the_model_is_told_what_a_validator_refuses():
+    def has_lines(finding: Finding) -> None:
+        if not finding.lines:
+            raise ValueError("name at least one line")
+
+    def upper(finding: Finding) -> Finding:
+        return Finding(finding.title.upper(), finding.lines)
+
+    template = PromptTemplate[Finding](output_validators=[has_lines, upper])
+    adapter = ScriptedAdapter(['{"title": "a"}', '{"title": "a", "lines": [2]}'])
+    response = adapter.evaluate(Prompt(template), Session())
+
+    assert response.unwrap() == Finding("A", (2,))
+    assert adapter.last_request is not None
+    assert "name at least one line" in adapter.last_request.messages[-1].text
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "wanted"),
+    [
+        (str, "hello", "hello"),
+        (int, '{"result": 3}', 3),
+        (Finding | Review, '{"result": {"verdict": "approve"}}', Review("approve")),
+        (book, '{"number": 3}', "3/12A"),
+    ],
+)
+def test_output_of_every_kind_comes_from_a_run(kind: Any, answer: str, wanted: object):
+    prompt = Prompt(PromptTemplate(output_type=kind))
+
+    assert ScriptedAdapter([answer]).evaluate(prompt, Session()).unwrap() == wanted
+
+
+def test_a_run_without_an_output_says_so():
+    response = ScriptedAdapter(["hello"]).evaluate(Prompt(PromptTemplate()), Session())
+
+    with pytest.raises(NoOutput, match="has given no output"):
+        response.unwrap()
 
 
 @pytest.mark.parametrize("output_type", [Finding, list[Finding]])

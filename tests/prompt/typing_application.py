@@ -10,6 +10,8 @@ import functools
 import logging
 from dataclasses import dataclass
 
+from sqlalchemy import text
+
 import weakincentives as wink
 from weakincentives.adapters import (
     Adapter,
@@ -21,6 +23,7 @@ from weakincentives.adapters import (
     OpenAIAdapter,
     ScriptedAdapter,
 )
+from weakincentives.contrib.databases import AsyncSqlDatabase, SqlDatabase, SqliteDatabase
 from weakincentives.prompt import (
     AnyPolicy,
     Approval,
@@ -38,6 +41,7 @@ from weakincentives.prompt import (
 )
 from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import MainLoop, MainLoopConfig, Session
+from weakincentives.testing import MadeUpAdapter, no_model_requests
 
 _logger = logging.getLogger(__name__)
 
@@ -158,6 +162,84 @@ registry = wink.ToolRegistry([book], policies=policies)
 answer: wink.ToolResult[Booked] = book(Order(1), context=wink.ToolContext(Session()))
 
 
+# Databases and other resources
+
+
+class Orders(SqliteDatabase):
+    """A second database, with a type of its own."""
+
+
+class Till:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def snapshot(self) -> int:
+        return self.total
+
+    def restore(self, token: int, /) -> None:
+        self.total = token
+
+
+@wink.tool(reach="reversible", needs=(SqliteDatabase, Orders, SqlDatabase, Till), strict=False)
+def bill(number: int, *, context: wink.ToolContext) -> Booked:
+    """Bill an order."""
+    db = context.resources.get(SqliteDatabase)
+    rows = db.execute("INSERT INTO invoice (number) VALUES (?) RETURNING seat", (number,))
+    for row in rows:
+        _logger.info("%s %s", row["seat"], rows.rowcount)
+    with context.resources.get(Orders).transaction() as orders:
+        orders.executemany("DELETE FROM seats WHERE number = :number", [{"number": number}])
+    sql = context.resources.get(SqlDatabase)
+    names: list[str] = list(sql.execute("SELECT name FROM customer").scalars())
+    context.resources.get(Till).total += len(names)
+    return Booked(str(rows.one()["seat"]))
+
+
+@wink.tool
+async def bill_later(number: int, *, context: wink.ToolContext) -> int:
+    """Bill an order later."""
+    db = context.resources.get(AsyncSqlDatabase)
+    await db.execute("UPDATE customer SET number = :number", {"number": number})
+    found: int = await db.run(lambda db: len(db.session.execute(text("SELECT 1")).all()))
+    return found
+
+
+seat: str = bill(3, context=wink.ToolContext(Session())).unwrap().seat
+count: int = bill_later({"number": 3}).unwrap()
+resources: dict[type, object] = {SqliteDatabase: SqliteDatabase(":memory:"), Till: Till()}
+desk = wink.ToolRegistry([bill, bill_later], resources=resources, strict=False, debug=True)
+
+
+# Outputs: text, unions, functions and validators
+
+
+def is_booked(booked: Booked) -> None:
+    if not booked.seat:
+        raise ValueError("name the seat")
+
+
+def booked(seat: str) -> Booked:
+    """Return what was booked."""
+    return Booked(seat)
+
+
+def outputs(adapter: Adapter) -> None:
+    template = wink.PromptTemplate[Booked](sections=[section], output_validators=[is_booked])
+    made = wink.PromptTemplate[Booked](sections=[section], output_type=booked)
+    answer: Booked = adapter.evaluate(wink.Prompt(template), Session()).unwrap()
+    other: Booked = adapter.evaluate(wink.Prompt(made), Session()).unwrap()
+    said: str = adapter.evaluate(wink.Prompt(wink.PromptTemplate[str]()), Session()).unwrap()
+    _logger.info("%s %s %s", answer.seat, other.seat, said)
+
+
+def tested() -> None:
+    with no_model_requests():
+        outputs(MadeUpAdapter())
+    config = MainLoopConfig(tools={"book"}, debug=True)
+    Desk(adapter=MadeUpAdapter(), config=config).execute(Request("a seat"))
+    MainLoopConfig(tools=lambda tool: tool.reach == "read")
+
+
 # The loop takes every adapter
 
 
@@ -176,8 +258,7 @@ def serve(adapter: Adapter) -> Booked:
     desk = Desk(adapter=adapter, config=MainLoopConfig(max_turns=3))
     response, session = desk.execute(Request("a seat"), resources={Stock: Stock()})
     assert session.session_id
-    assert response.output is not None
-    return response.output
+    return response.unwrap()
 
 
 async def serve_later() -> None:

@@ -10,6 +10,7 @@ import pytest
 from weakincentives.adapters import ScriptedAdapter
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem import HostFilesystem, Limits
+from weakincentives.filesystem.store import location_of
 from weakincentives.media import Media
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import SavedSession, Session, open_run
@@ -29,7 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> Path:
-    return root.parent / ".project.wink"
+    return location_of(root)
 
 
 def make_run(

@@ -551,7 +551,7 @@ def test_types_of_one_name_that_differ_do_not_get_mixed_up():
         params = make_dataclass(f"{name}Params", [(name, options)])
         return Tool(
             name=name, description="T.", handler=handler, params_type=params,
-            result_type=Any, strict=False,
+            result_type=Any, checked=False,
         )  # fmt: skip
 
     composed = parallel([made(Literal["fast", "slow"], "left"), made(int, "right")])
@@ -572,7 +572,7 @@ def test_types_that_refer_to_types_of_one_name_do_not_get_mixed_up():
         params = make_dataclass(f"{name}Params", [(name, outer)])
         return Tool(
             name=name, description="T.", handler=handler, params_type=params,
-            result_type=Any, strict=False,
+            result_type=Any, checked=False,
         )  # fmt: skip
 
     composed = parallel([made(str, "left"), made(int, "right")])

@@ -448,7 +448,7 @@ def test_lines_that_were_taken_out_or_put_in_elsewhere_count_for_nothing(world: 
 
 
 def test_a_ledger_without_seals_is_refused_until_a_person_adopts_it(world: World, path: Path):
-    """As an earlier version wrote it, or as somebody planted it: nobody can tell."""
+    """Somebody may have planted it."""
     path.parent.mkdir()
     entries = [("a", "started"), ("a", "committed"), ("b", "started")]
     path.write_text(

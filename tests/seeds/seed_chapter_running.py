@@ -486,7 +486,7 @@ def trusting_transactions(run: Run) -> None:
                 handler=handler,
                 params_type=None,
                 result_type=Any,
-                strict=False,
+                checked=False,
             )
             result = tool(context=context)
             assert result.success is is_text

@@ -36,6 +36,8 @@ class Adapter(ABC):
     needs_loop: bool = True
     """Whether ``complete`` waits for anything; otherwise it runs without an event loop."""
 
+    asks_provider: bool = True
+    """Whether it asks a real model: ``testing.no_model_requests`` refuses that."""
     manages_context: bool = False
     """Whether the provider shortens a long conversation itself."""
 

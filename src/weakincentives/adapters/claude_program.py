@@ -9,9 +9,10 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -35,12 +36,16 @@ AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
 """Native tools that start a sub-agent."""
 NOT_CALLS = AGENTS | {
     *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
-    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
+    *("ExitPlanMode", "KillShell", "ListAgents", "ReportFindings", "ScheduleWakeup"),
     *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
     "ToolSearch",
 }
 """Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
 if the tool that starts it were a call, they would wait for its end."""
+FORMER = MappingProxyType(
+    {"Task": "Agent", "KillShell": "TaskStop", "KillBash": "TaskStop", "ListPeers": "ListAgents"}
+)
+"""Former names of native tools, each with the present one."""
 EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
 """Native tools that change one file."""
 PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}
@@ -69,18 +74,19 @@ def as_mcp_tool(tool: Tool[Any, Any], description: str) -> McpTool:
     )
 
 
-def with_path(params: object, directory: str, root: str) -> object:
+def with_path(params: object, directory: str, root: str, places: Sequence[str] = _PLACES) -> object:
     """Return a native tool's arguments with ``path``, relative to the workspace if inside.
 
     Args:
-        params: As the program has them, with ``file_path`` or ``notebook_path``.
+        params: As the program has them.
         directory: The program's working directory.
         root: The workspace.
+        places: The arguments that can name the file.
     """
     if not isinstance(params, dict):
         return params
     given = cast("dict[str, object]", params)
-    place = next((given[name] for name in _PLACES if name in given), None)
+    place = next((given[name] for name in places if name in given), None)
     if not isinstance(place, str):
         return given
     # As the program resolves it: relative to its working directory, through symlinks.
@@ -117,7 +123,7 @@ class Processes:
     def __init__(self, place: str = "") -> None:
         owner = os.getpid()
         self._place = hashlib.sha256(place.encode()).hexdigest()[:16]
-        self._mark = f"{self._place}.{owner}.{_started(owner)}.{os.urandom(8).hex()}"
+        self._mark = f"{self._place}.{owner}.{started_at(owner)}.{os.urandom(8).hex()}"
         self.environment = {_MARK: self._mark}
         """For the program; its children inherit it."""
 
@@ -127,14 +133,14 @@ class Processes:
         ``since`` is a time of ``clock.since_boot``.
         """
         ticks = since * _TICKS - 1  # a start is rounded down
-        _kill(lambda mark, process: mark == self._mark and _started(process) > ticks)
+        _kill(lambda mark, process: mark == self._mark and started_at(process) > ticks)
 
     def kill_orphans(self) -> None:
         """Kill what works on the same place for a process of ours that was killed itself."""
 
         def is_orphan(mark: str, _: int) -> bool:
             place, *owner = mark.split(".")
-            return place == self._place and str(_started(int(owner[0]))) != owner[1]
+            return place == self._place and str(started_at(int(owner[0]))) != owner[1]
 
         _kill(is_orphan)
 
@@ -161,7 +167,7 @@ def _marked(wanted: Callable[[str, int], bool]) -> Iterator[int]:
                 yield process
 
 
-def _started(process: int) -> int:
+def started_at(process: int) -> int:
     """Return when a process was started, in ticks since the system was; zero if it is gone."""
     try:
         status = Path(f"/proc/{process}/stat").read_bytes()

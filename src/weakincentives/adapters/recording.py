@@ -100,6 +100,7 @@ class _RecordingAdapter(Adapter):
         self.name = asked.name
         self.model = getattr(asked, "model", None)  # for telemetry
         self.needs_loop = asked.needs_loop
+        self.asks_provider = asked.asks_provider
         self.manages_context = asked.manages_context
         self.provider_tools = asked.provider_tools
         self._asked = asked
@@ -162,6 +163,7 @@ class ReplayAdapter(Adapter):
 
     name = "replay"
     needs_loop = False
+    asks_provider = False
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._name = path.name

@@ -65,6 +65,7 @@ class ScriptedAdapter(Adapter):
 
     name = "scripted"
     needs_loop = False
+    asks_provider = False
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         if isinstance(turns, str):

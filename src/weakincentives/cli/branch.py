@@ -91,10 +91,9 @@ def fork(
         when, mark = "before" if before else "after", made.run.mark
         what = f"{when} {found.name} {found.tool}"
         echo(f"Made the branch {made.branch} and the run {mark}, from just {what}.")
-        echo(
-            f'To continue there: wink resume {made.branch} "..."; '
-            f"then: wink branch merge {made.branch}"
-        )
+        is_ours = made.run.data.about.get("kind") in ("run", "chat")
+        go_on = f"wink resume {made.branch}" if is_ours else f"wink run --branch {made.branch}"
+        echo(f'To continue there: {go_on} "..."; then: wink branch merge {made.branch}')
 
 
 @contextmanager

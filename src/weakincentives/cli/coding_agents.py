@@ -27,7 +27,7 @@ AGENTS: Mapping[str, CodingAgent] = {
     "aider": CodingAgent(("aider-chat",)),
     "amp": CodingAgent(("@sourcegraph/amp",)),
     "claude": CodingAgent(
-        ("@anthropic-ai/claude-code",),
+        ("@anthropic-ai/claude-code", "claude-code"),
         outside=frozenset({"--bg", "--background", "attach", "respawn"}),
     ),
     "cline": CodingAgent(
@@ -43,18 +43,22 @@ AGENTS: Mapping[str, CodingAgent] = {
     "pi": CodingAgent(("@mariozechner/pi-coding-agent",)),
     "qwen": CodingAgent(("@qwen-code/qwen-code",)),
 }
-_NAMES = {name: agent for program, agent in AGENTS.items() for name in (program, *agent.packages)}
+_NAMES = {name: program for program, agent in AGENTS.items() for name in (program, *agent.packages)}
 _RUNNERS = frozenset({"bunx", "env", "nice", "nohup", "npm", "npx", "pipx", "pnpm", "uvx", "yarn"})
 _VERBS = frozenset({"dlx", "exec", "run", "x"})
+
+
+def agent_named(name: str) -> str | None:
+    """Return the program of a known agent, by its name or that of its package; or None."""
+    return _NAMES.get(re.sub(r"(?<=.)@[^/]*$", "", name))  # without a version
 
 
 def agent_in(command: Sequence[str]) -> tuple[int, CodingAgent] | None:
     """Return where the name of a known agent stands in a command, and the agent; or None."""
     for place, word in enumerate(command):
-        name = re.sub(r"(?<=.)@[^/]*$", "", word)  # without a version
-        agent = _NAMES.get(name) or _NAMES.get(PurePath(name).name)
-        if agent is not None:
-            return place, agent
+        program = agent_named(word) or agent_named(PurePath(word).name)
+        if program is not None:
+            return place, AGENTS[program]
         is_skipped = word.startswith("-") or "=" in word or word in _VERBS
         if not is_skipped and PurePath(word).name not in _RUNNERS:
             return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-
-import typer
 
 from weakincentives.errors import FilesystemError, NoSuchBranch, SnapshotError, WorkspaceLocked
 from weakincentives.text import harmless
@@ -48,7 +47,9 @@ class InUse(Misuse):
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print lines; escape sequences in them are escaped."""
-    typer.echo(harmless(text, lines=True), err=err)
+    stream = sys.stderr if err else sys.stdout
+    stream.write(f"{harmless(text, lines=True)}\n")
+    stream.flush()
 
 
 def say(*texts: str) -> None:

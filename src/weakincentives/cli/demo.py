@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 
 from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
 from weakincentives.errors import SandboxUnavailable
+from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import CallEnded, Event
@@ -207,11 +209,10 @@ def _explain(witness: _Witness) -> None:
 def _summary(witness: _Witness) -> str:
     first, last = witness.contents[0], witness.contents[-1]
     changed = [name for name in {**first, **last} if first.get(name) != last.get(name)]
-    committed = sum(call.outcome == "committed" for call in witness.calls)
-    rolled_back = sum(call.rolled_back for call in witness.calls)
-    denied = len(witness.calls) - committed - rolled_back
+    outcomes = Counter(call.outcome for call in witness.calls)
     return (
-        f"{committed} calls committed, {rolled_back} rolled back, {denied} denied. "
+        f"{counted(len(witness.calls), 'call')}: "
+        f"{', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}. "
         f"{len(changed)} of {len(first)} files changed{': ' if changed else ''}"
         f"{', '.join(changed)}."
     )

@@ -55,7 +55,7 @@ class Finding:
 @examples(
     "wink doctor",
     "wink doctor -w ~/project --json",
-    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
+    "wink doctor -w ~/project --adopt-store    # your own store, damaged or without its key",
     more="Exit code 0: ready; 1: something that is configured cannot work. Values of variables are "
     "never shown.",
 )
@@ -196,6 +196,7 @@ _EXTRAS = {
     "claude-agent-sdk": (("claude-agent-sdk",), "Claude, through its own program"),
     "local": (("openai", "xllamacpp"), "a small model on this machine, without a network"),
     "mcp": (("mcp",), "`wink mcp`, and the tools of MCP servers"),
+    "durable": (("dbos", "psycopg", "obstore"), "background runs: `wink submit`, `wink worker`"),
     "asteval": (("asteval",), "the suite `python`: small scripts in an interpreter of their own"),
     "yaml": (("PyYAML",), "scripted models in YAML"),
     "web": (("playwright",), "reading web pages with a browser"),

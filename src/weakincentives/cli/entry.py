@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Agents you already have": {
-        "hook claude-code": "hook.claude_code",
+        "hook install": "hook.install",
+        "hook uninstall": "hook.uninstall",
+        "hook run": "hook.run",
         "exec": "exec.exec_program",
         "mcp": "mcp.mcp",
+        "mcp install": "mcp_clients.install",
+        "mcp uninstall": "mcp_clients.uninstall",
+        "mcp inspect": "mcp_inspect.inspect",
     },
     "See and undo": {
         "log": "history.log",
@@ -96,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with suppress(AttributeError, ValueError):  # replaced by some other object
             cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
+        if arguments is None:
+            _serve_later_events(sys.argv[1:])
         _run(arguments)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -107,9 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(str(MissingExtra("cli", error.name)), 2)
 
 
-def _run(arguments: Sequence[str] | None) -> NoReturn:
-    import typer
+def _serve_later_events(arguments: Sequence[str]) -> None:
+    """Leave a process behind that records an agent's next events, if this is one of them."""
+    if list(arguments[:2]) != ["hook", "run"]:
+        return
+    from weakincentives.cli.hooks import resident
+    from weakincentives.errors import WinkError
 
+    with suppress(WinkError, OSError):  # without it, each event is only slower
+        resident.start()
+
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
     from weakincentives.cli.common import Misuse
     from weakincentives.errors import MissingExtra, WinkError
 
@@ -120,25 +136,52 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
 
             start()
             sys.exit(0)
-        # Typer's standalone mode would print boxes and tracebacks.
-        app = make_app(*words[:1])
-        sys.exit(app(arguments, standalone_mode=False) or 0)
-    except typer.TyperException as error:
-        message = error.format_message()
-        if message.startswith("Usage:"):  # a group without a command: this is its help
-            typer.echo(message)
-            sys.exit(2)
-        _fail(f"{message.removesuffix('.')}; see: {_help_of(error)}", 2)
+        sys.exit(_run_quickly(words) if _is_quick(words) else _run_command(arguments, words))
     except (Misuse, MissingExtra) as error:
         _fail(str(error), 2)
-    except typer.Abort:
-        _fail("interrupted", 130)
     except BrokenPipeError:
         # Drop the rest of the output, or Python complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (WinkError, OSError) as error:
         _fail(str(error), 1)
+
+
+def _is_quick(words: Sequence[str]) -> bool:
+    """Tell whether this is a command without options that must start quickly."""
+    is_event = len(words) == 3 and words[0] == "hook" and words[1] == "run"
+    return (is_event and words[2][:1] != "-") or (len(words) > 2 and list(words[:2]) == _EXEC)
+
+
+_EXEC = ["exec", "--"]
+
+
+def _run_quickly(words: Sequence[str]) -> int:
+    """Run such a command without typer, which takes longer to load than the command takes."""
+    if words[0] == "exec":
+        from weakincentives.cli.execution import execute
+
+        return execute(words[2:])
+    from weakincentives.cli.hooks.program import record
+
+    record(words[2])
+    return 0
+
+
+def _run_command(arguments: Sequence[str] | None, words: Sequence[str]) -> int:
+    import typer
+
+    try:
+        # Typer's standalone mode would print boxes and tracebacks.
+        return make_app(*words[:1])(arguments, standalone_mode=False, prog_name="wink") or 0
+    except typer.TyperException as error:
+        message = error.format_message()
+        if message.startswith("Usage:"):  # a group without a command: this is its help
+            typer.echo(message)
+            sys.exit(2)
+        _fail(f"{message.removesuffix('.')}; see: {_help_of(error)}", 2)
+    except typer.Abort:
+        _fail("interrupted", 130)
 
 
 def _help_of(error: typer.TyperException) -> str:
@@ -202,10 +245,13 @@ def make_app(called: str = "") -> typer.Typer:
     chosen = {name: place for name, place in every.items() if name.split()[0] == called}
     for words, place in (chosen or every).items():
         group, _, name = words.rpartition(" ")
+        if group not in apps:  # a command that is a group, too
+            group, name = "", words
         module, _, function = place.partition(".")
         command = getattr(import_module(f"weakincentives.cli.{module}"), function)
         # What comes after the program's name is the program's.
-        context = {"allow_interspersed_args": False} if name == "exec" else None
+        takes_program = name in ("exec", "mcp inspect")
+        context = {"allow_interspersed_args": False} if takes_program else None
         add = apps[group].command(name, epilog=EPILOGS.get(command), context_settings=context)
         add(expanded(command))
     return app
@@ -221,6 +267,12 @@ def _in_sections() -> type[TyperGroup]:
                 if each.name in ("install_completion", "show_completion"):
                     each.hidden = True  # `wink setup` installs it
             super().format_options(ctx, formatter)
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            both = " ".join(args[:2])
+            if both in self.commands:
+                return both, self.commands[both], args[2:]
+            return super().resolve_command(ctx, args)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             for section, names in SECTIONS.items():

@@ -71,12 +71,17 @@ def gc(
     as_json: AsJson = False,
 ) -> int:
     """Show and reduce the disk use of a directory's history."""
-    from weakincentives.filesystem.prune import disk_usage
+    from weakincentives.filesystem.prune import abandoned_stores, disk_usage, remove_abandoned
     from weakincentives.filesystem.store import Note, location_of
 
     directory = existing_directory(workspace)
     limits = _limits(older_than, keep)
     store = location_of(directory)
+    gone = (abandoned_stores if dry_run else remove_abandoned)(limits.history)
+    if gone and not as_json:
+        one = "history of a directory that no longer exists"
+        many = "histories of directories that no longer exist"
+        echo(f"{'Would remove' if dry_run else 'Removed'} {counted(len(gone), one, many)}.")
     if Note.read(store) is None:
         echo(f"No history yet in {harmless(str(directory))}", err=True)
         return 0
@@ -84,7 +89,7 @@ def gc(
     pruned, runs = (_planned if dry_run else _prune)(directory, store, limits)
     after = before if dry_run else disk_usage(store)
     if as_json:
-        done = {**pruned._asdict(), "runs": [run.id for run in runs]}
+        done = {**pruned._asdict(), "runs": [run.id for run in runs], "stores": [*map(str, gone)]}
         sizes = {"before": before, "after": after}
         echo(json.dumps({"store": str(store), "dry_run": dry_run, **sizes, "removed": done}))
         return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from weakincentives.mcp import McpServer
     from weakincentives.prompt import Section
     from weakincentives.runtime import SavedSession
+    from weakincentives.session import Session
 
 
 @examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
+    "wink mcp install cursor                             # in a client's settings; see its --help",
+    "wink mcp inspect https://example.com/mcp            # try a server by hand; see its --help",
     more="Several servers can work on one directory, and so can `wink run`: their calls take "
     "turns. --in-place keeps others out.",
 )
@@ -63,6 +66,25 @@ def mcp(
             envvar="WINK_MCP_TOKEN",
             help="With --http: the token that clients must send; by default a new one.",
         ),
+    ] = None,
+    oauth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --http: let in whom this authorization server gives a token, instead.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --oauth: the address at which clients find this server, if a proxy is in "
+            "front.",
+        ),
+    ] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With --oauth: what a token must allow; repeatable."),
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new session instead of resuming the last.")
@@ -115,12 +137,19 @@ def mcp(
         )
         with (
             _approvals(database) as more,
-            _server(settings, branch, more, fresh=fresh, in_place=in_place) as server,
+            _server(settings, branch, more, fresh=fresh, in_place=in_place, many=http) as server,
         ):
             if http:
-                _serve_http(server, settings, host, port, token)
+                auth = None if oauth is None else _OAuth(oauth, url, tuple(scope or ()))
+                _serve_http(server, settings, host, port, token, auth)
             else:
                 _until_stopped(lambda: server.run_stdio(wire))
+
+
+class _OAuth(NamedTuple):
+    issuer: str
+    url: str | None
+    scopes: tuple[str, ...]
 
 
 @contextmanager
@@ -143,11 +172,13 @@ def _server(
     *,
     fresh: bool,
     in_place: bool,
+    many: bool,
 ) -> Generator[McpServer]:
     from weakincentives.cli.workbench import check_fits_branch, open_workbench
     from weakincentives.filesystem.store import location_of
     from weakincentives.mcp import McpServer, ask_client
     from weakincentives.runtime.calls import begin_run
+    from weakincentives.session import Session
 
     about: dict[str, object] = {
         "kind": "mcp",
@@ -156,21 +187,33 @@ def _server(
     }
     about |= {"branch": branch} if branch else {}
     # First: a directory in use is reported before a session is opened.
-    with _files(settings, branch, alone=in_place) as files:
-        saved = None if fresh else _last_session(settings, about)
-        if saved is not None:
-            saved.recover(files)
-            saved.mark_resumed()
-        saved = saved or begin_run(location_of(settings.workspace), about)
-        with (
-            saved,
-            open_workbench(
-                settings, saved.session, ask=ask_client, files=files, more=more
-            ) as bench,
-        ):
+    with _files(settings, branch, alone=in_place) as files, ExitStack() as saves:
+
+        def session_of(about: Mapping[str, object]) -> Session:
+            saved = None if fresh else _last_session(settings, about)
+            if saved is not None:
+                saved.recover(files)
+                saved.mark_resumed()
+            saved = saved or begin_run(location_of(settings.workspace), about)
+            return saves.enter_context(saved).session
+
+        # One that is not saved stands for all clients over HTTP: each has its own.
+        session = Session() if many else session_of(about)
+        with open_workbench(settings, session, ask=ask_client, files=files, more=more) as bench:
             if branch:
                 check_fits_branch(bench)
-            yield McpServer(bench.prompt, session=saved.session, time_limit=settings.time_limit)
+
+            def new_session(client: str) -> Session:
+                made = session_of({**about, "client": client})
+                made.register_like(session)
+                return made
+
+            yield McpServer(
+                bench.prompt,
+                session=session,
+                new_session=new_session if many else None,
+                time_limit=settings.time_limit,
+            )
 
 
 def _files(
@@ -205,27 +248,44 @@ def _last_session(settings: Settings, about: Mapping[str, object]) -> SavedSessi
 
 
 def _serve_http(
-    server: McpServer, settings: Settings, host: str, port: int, token: str | None
+    server: McpServer,
+    settings: Settings,
+    host: str,
+    port: int,
+    token: str | None,
+    oauth: _OAuth | None,
 ) -> None:
     import secrets
     from ipaddress import ip_address
 
+    from weakincentives.mcp import McpAuth
     from weakincentives.mcp.http import PATH, listen, serve
 
-    secret = token or secrets.token_urlsafe(32)
+    if oauth is not None and token is not None:
+        raise Misuse("clients have a token of yours, or one of OAuth: leave --token or --oauth out")
+    secret = None if oauth is not None else token or secrets.token_urlsafe(32)
+    auth = None
     try:
         with listen(host, port) as listening:
             place, number = listening.getsockname()[:2]
             shown = f"[{place}]" if ":" in place else place
-            say(f"{settings.workspace} at http://{shown}:{number}{PATH}")
+            address = f"http://{shown}:{number}{PATH}"
+            say(f"{settings.workspace} at {address}")
+            if oauth is not None:
+                try:
+                    auth = McpAuth(
+                        issuer=oauth.issuer, url=oauth.url or address, scopes=oauth.scopes
+                    )
+                except ValueError as error:
+                    raise Misuse(f"--oauth and --url: {error}") from error
             if not ip_address(place).is_loopback:
                 say(
                     "other machines can connect, and nothing is encrypted: put a proxy with TLS "
                     "in front"
                 )
-            if token is None:
+            if token is None and secret is not None:
                 say(f"Authorization: Bearer {secret}")
-            _until_stopped(lambda: serve(server, listening, secret))
+            _until_stopped(lambda: serve(server, listening, secret, auth=auth))
     except OSError as error:
         reason = error.strerror or str(error)
         raise Misuse(f"cannot listen on {host} port {port}: {reason}; choose another") from error

@@ -129,7 +129,11 @@ Task = Annotated[
 Workspace = Annotated[
     Path,
     typer.Option(
-        "--workspace", "-w", metavar="DIR", help="The directory to work on.", show_default="."
+        "--workspace",
+        "-w",
+        metavar="DIR",
+        help="The directory to work on; by default the current one.",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]

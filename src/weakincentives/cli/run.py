@@ -318,9 +318,7 @@ def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], 
     """Return the flags of a run with those given now, and the rules that only the run has."""
     flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
     stored = [each for each in flags.get("policy", ()) if each not in given.get("policy", ())]
-    sandbox = flags.get("sandbox")
-    # Earlier versions stored a single name.
-    flags["sandbox"] = [sandbox] if isinstance(sandbox, str) else sandbox or []
+    flags["sandbox"] = flags.get("sandbox") or []
     for name in {"policy", "ask", "sandbox"} & given.keys():  # rules add up, each once
         given[name] = list(dict.fromkeys([*flags.get(name, ()), *given[name]]))
     return flags | given, stored

@@ -53,11 +53,11 @@ def _recorded(calls: Calls) -> Iterator[str]:
 
 
 def _empty(workspace: Path) -> Iterator[str]:
-    from weakincentives.programs import find_program
+    import shutil
 
     yield f"Nothing is recorded in {harmless(str(workspace))} yet."
     yield ""
-    found = [name for name in AGENTS if find_program(name)] or ["claude"]
+    found = [name for name in AGENTS if shutil.which(name)] or ["claude"]
     rows = [
         (f"wink hook install {name}", f"record every call of {AGENTS[name]} from now on")
         for name in found

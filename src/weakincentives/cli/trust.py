@@ -21,8 +21,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
 from weakincentives.state import Seals, module_path, our_code, our_environment, state_directory
 from weakincentives.text import harmless
@@ -61,6 +59,8 @@ def _person_approves(found: Sequence[Found]) -> bool:
     echo("These files decide what runs outside the sandbox. Review them first:", err=True)
     for each in found:
         echo(f"  {each}", err=True)
+    import typer
+
     return typer.confirm(APPROVE, err=True)
 
 

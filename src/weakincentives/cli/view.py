@@ -88,10 +88,13 @@ class CallEnded:
     """Merges what other calls of the run have changed: its files are counted already."""
 
     @property
-    def outcome(self) -> Literal["committed", "failed", "denied"]:
+    def outcome(self) -> Literal["committed", "ok", "rolled back", "denied", "refused"]:
+        """In the words of `wink log`."""
         if self.record.success:
-            return "committed"
-        return "denied" if self.record.denied_by else "failed"
+            return "committed" if self.files else "ok"
+        if self.record.denied_by:
+            return "denied"
+        return "rolled back" if self.record.ran else "refused"
 
     @property
     def output(self) -> str:
@@ -571,9 +574,15 @@ def is_utf8(out: IO[str]) -> bool:
     return encoding.startswith("utf") and named not in ("C", "POSIX")
 
 
-_SIGNS = {"committed": "✓", "failed": "✗", "denied": "⊘"}
-_ASCII_SIGNS = {"committed": "ok", "failed": "failed", "denied": "denied"}
-_STYLES = {"committed": "green", "failed": "red", "denied": "yellow"}
+_SIGNS = {"committed": "✓", "ok": "✓", "rolled back": "✗", "denied": "⊘", "refused": "✗"}
+_ASCII_SIGNS = {**{each: each for each in _SIGNS}, "committed": "ok", "rolled back": "failed"}
+_STYLES = {
+    "committed": "green",
+    "ok": "green",
+    "rolled back": "red",
+    "denied": "yellow",
+    "refused": "red",
+}
 _STEPS = {"done": "✓", "in-progress": "▸", "blocked": "!", "pending": "·"}
 _ASCII_STEPS = {"done": "[x]", "in-progress": "[>]", "blocked": "[!]", "pending": "[ ]"}
 _STEP_STYLES = {"done": "green", "in-progress": "bold", "blocked": "yellow"}
@@ -644,10 +653,10 @@ class Words:
             line.append("" if path == about else f" {path}")
             _append_counts(line, each)
         if len(files) > 3:
-            line.append(f" and {len(files) - 3} more files")
+            line.append(f" and {counted(len(files) - 3, 'more file')}")
         line.append(f" + {counted(ignored, 'ignored file')}" if ignored else "", style="dim")
         line.append(f" {_seconds(event.record.duration)}", style="dim")
-        if event.outcome == "committed":
+        if event.record.success:
             return [line]
         message, last = event.record.result.message, event.output.rstrip().rpartition("\n")[2]
         reasons = [message, last] if last and last not in message else [message]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -415,11 +415,12 @@ def _check_names(settings: Settings, offered: Iterable[str]) -> None:
             raise Misuse(f"{key}: unknown tool {name!r}: the rule would never apply; {near}")
 
 
-def suite_tools() -> set[str]:
+@cache
+def suite_tools() -> frozenset[str]:
     """Return the tools of all suites: a rule may be about one that is disabled."""
     tools = {tool.name for tool in (*file_tools(), *planning_tools())}
     commands = {"shell_execute", "evaluate_python", "evaluate_script"}
-    return tools | commands | {"update_digest", "open_sections", "read_section"}
+    return frozenset({*tools, *commands, "update_digest", "open_sections", "read_section"})
 
 
 # Code that the settings name

@@ -643,10 +643,8 @@ def _problems(message: str) -> dict[str, str]:
 
 
 def _policies(details: Json, notes: Sequence[str]) -> list[Json]:
-    """Return the policies that were asked; a record from an earlier version only has a denial."""
+    """Return the policies that were asked."""
     names, denied_by = [str(each) for each in details["policies"]], details["denied_by"]
-    if denied_by and denied_by not in names:
-        names.append(str(denied_by))
     found: list[Json] = []
     is_denied = False
     for name in names:
@@ -660,7 +658,7 @@ def _policies(details: Json, notes: Sequence[str]) -> list[Json]:
 
 
 def _sections(prompt: Json) -> list[Json]:
-    """Return the sections of a prompt without headings; an earlier version saved no places."""
+    """Return the sections of a prompt without headings."""
     text, start = str(plain(prompt.get("text", ""))), 0
     found: list[Json] = []
     for path, length in cast("list[Any]", plain(prompt.get("sections", []))):

@@ -255,10 +255,9 @@ def _first_line(error: Exception) -> str:
 
 
 _TABLE = """
-    CREATE TABLE IF NOT EXISTS wink_objects (
+    CREATE TABLE wink_objects (
         id TEXT PRIMARY KEY, data BYTEA NOT NULL, used DOUBLE PRECISION NOT NULL)
     """
-"""Earlier versions created it without an entry in ``wink_tables``, so it may exist."""
 
 
 class DatabaseObjects:

@@ -433,34 +433,31 @@ class Runs:
 
 _TABLES = (
     """
-    CREATE TABLE IF NOT EXISTS wink_runs (
+    CREATE TABLE wink_runs (
         id TEXT{C} PRIMARY KEY, mark TEXT NOT NULL, submit_key TEXT NOT NULL, task TEXT NOT NULL,
         status TEXT NOT NULL, about TEXT NOT NULL, machine TEXT NOT NULL, part TEXT NOT NULL,
         sitting BIGINT NOT NULL, enqueued BIGINT NOT NULL, submitted_at DOUBLE PRECISION NOT NULL,
         updated_at DOUBLE PRECISION NOT NULL, worker TEXT NOT NULL, detail TEXT NOT NULL)
     """,
-    "CREATE UNIQUE INDEX IF NOT EXISTS wink_runs_mark ON wink_runs (mark)",
-    "CREATE UNIQUE INDEX IF NOT EXISTS wink_runs_key ON wink_runs (submit_key)",
-    "CREATE INDEX IF NOT EXISTS wink_runs_status ON wink_runs (status, submitted_at, id)",
-    "CREATE INDEX IF NOT EXISTS wink_runs_missing ON wink_runs (updated_at)"
+    "CREATE UNIQUE INDEX wink_runs_mark ON wink_runs (mark)",
+    "CREATE UNIQUE INDEX wink_runs_key ON wink_runs (submit_key)",
+    "CREATE INDEX wink_runs_status ON wink_runs (status, submitted_at, id)",
+    "CREATE INDEX wink_runs_missing ON wink_runs (updated_at)"
     " WHERE status = 'queued' AND enqueued < sitting",
     """
-    CREATE TABLE IF NOT EXISTS wink_approvals (
+    CREATE TABLE wink_approvals (
         id TEXT PRIMARY KEY, run TEXT NOT NULL, call_id TEXT NOT NULL, policy TEXT NOT NULL,
         digest TEXT NOT NULL, request TEXT NOT NULL, sitting BIGINT NOT NULL, state TEXT NOT NULL,
         asked_at DOUBLE PRECISION NOT NULL, approved BIGINT, reason TEXT, arguments TEXT,
         answered_by TEXT, answer_key TEXT, answered_at DOUBLE PRECISION)
     """,
-    "CREATE UNIQUE INDEX IF NOT EXISTS wink_approvals_call"
-    " ON wink_approvals (run, call_id, policy, digest)",
-    "CREATE INDEX IF NOT EXISTS wink_approvals_open ON wink_approvals (asked_at)"
-    " WHERE state = 'open'",
+    "CREATE UNIQUE INDEX wink_approvals_call ON wink_approvals (run, call_id, policy, digest)",
+    "CREATE INDEX wink_approvals_open ON wink_approvals (asked_at) WHERE state = 'open'",
     """
-    CREATE TABLE IF NOT EXISTS wink_workers (
+    CREATE TABLE wink_workers (
         name TEXT PRIMARY KEY, machine TEXT NOT NULL, seen DOUBLE PRECISION NOT NULL)
     """,
 )
-"""Earlier versions created them without an entry in ``wink_tables``, so they may exist."""
 _COLUMNS = ", ".join({"partition": "part"}.get(each.name, each.name) for each in fields(DurableRun))
 
 

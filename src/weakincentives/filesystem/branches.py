@@ -189,7 +189,7 @@ class Branch(PrivateView):
             of: Another branch: the new one begins as that is.
             commits: How many of its commits the new one has; all by default.
             about: What to note in its log, as JSON values.
-            store: The store of the workspace; beside it by default.
+            store: The store of the workspace; in the state directory by default.
         """
         root = Path(os.path.realpath(root))
         info = new_branch(root, name, at=at, about=about, store=store)
@@ -331,7 +331,10 @@ class Branch(PrivateView):
             node = layer.node(step.parts)
             if node is None or node.kind != "file" or node.links > 1 or node.size > _KEPT:
                 return step
-            digest = node.digest or objects.add(layer.read(step.parts))
+            # A digest from the history of the workspace says nothing of the branch's objects.
+            digest = node.digest
+            if digest is None or digest not in objects:
+                digest = objects.add(layer.read(step.parts))
             node = node._replace(digest=digest, xattrs=xattrs_at(layer, step.parts))
             return step._replace(content=partial(objects.read, digest), node=node)
         if node is None or step.method not in ("write", "put_file"):

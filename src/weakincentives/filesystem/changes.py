@@ -177,6 +177,7 @@ class Changes:
                 times, made = self._times(above, here[:-1]), Entry("directory")
                 with self._change(Record(op="was", path=here, after=made, times=times)):
                     os.mkdir(here[-1], mode if depth == len(parts) else 0o777, dir_fd=above)
+            self._expect(here, made)
 
     def remove(self, parts: Parts) -> None:
         """Remove a file, link or whole directory with one rename."""
@@ -659,8 +660,12 @@ class Changes:
 
     def _expect(self, parts: Parts, entry: Entry | None) -> None:
         """Expect what was just put at a path: from now on it is ours."""
-        if self.expected is not None:
-            self.expected[parts] = Seen(entry, None if entry is None else entry.digest)
+        if self.expected is None:
+            return
+        self.expected[parts] = Seen(entry, None if entry is None else entry.digest)
+        if entry is not None and entry.is_directory:  # with everything in it
+            for path, status in self.tree.walk(parts):
+                self.expected[path] = Seen(Entry.of(status))
 
     def _expect_edited(self, parts: Parts) -> None:
         """Expect a file as it was just changed in place, under all its names."""

@@ -217,8 +217,6 @@ def is_same(known: Entry | None, look: Look, parts: Parts) -> bool:
     if known.kind == "link":
         target = look.link_target(parts)
         return matches(known, now) if known.target is None else known.target == target
-    if not known.ctime_ns and not known.mode:  # an earlier version noted no more
-        return known.is_directory or matches(known, now)
     if known.mode != now.mode:
         return False
     return known.kind != "file" or _has_content(known, now, look, parts)

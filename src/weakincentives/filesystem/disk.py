@@ -87,8 +87,8 @@ _TICK_NS = 20_000_000
 class HostFilesystem(OnDisk):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
-    Every change of a call is journalled beside the directory first, so it can be undone exactly:
-    also after the process was killed, when the directory is opened again.
+    Every change of a call is journalled first, so it can be undone exactly: also after the process
+    was killed, when the directory is opened again.
 
     One process at a time can have a directory open, or any number with ``shared=True``: then calls
     of all of them run one after the other, and between its calls each sees what the others have
@@ -98,7 +98,7 @@ class HostFilesystem(OnDisk):
     Args:
         root: The directory.
         prefix: The virtual prefix of absolute paths.
-        store: Where to keep journal and history; beside the directory by default.
+        store: Where to keep journal and history; in the user's state directory by default.
         durability: ``"fast"`` survives a killed process, ``"safe"`` also a loss of power.
         wait: Seconds to wait for another process. By default there is no wait, except with
             ``shared`` for the calls of others that share the directory: ten minutes for each.
@@ -381,9 +381,9 @@ class HostFilesystem(OnDisk):
     def fork(self) -> HostFilesystem:
         """Return a private view: it starts as this is now, and neither sees the other's changes.
 
-        Its changes are stored beside the directory until it is merged. A view of a call that works
-        in place ends with that call, or when what the call did before the fork is undone: then
-        reading, too, raises ``ViewClosed``.
+        Its changes are stored in the state directory until it is merged. A view of a call that
+        works in place ends with that call, or when what the call did before the fork is undone:
+        then reading, too, raises ``ViewClosed``.
         """
         workspace = self._workspace
         with workspace.lock, self._lock:

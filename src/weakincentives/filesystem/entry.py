@@ -128,11 +128,10 @@ class Entry(NamedTuple):
     @classmethod
     def decode(cls, values: list[Any]) -> Entry:
         """Return the entry that :meth:`encode` wrote; raises ValueError if it is malformed."""
-        kind, mode, mtime_ns, uid, gid, xattrs, size, ino, links, target, digest = values[:11]
-        ctime_ns = values[11] if len(values) > 11 else 0  # absent in store version 2
+        kind, mode, mtime_ns, uid, gid, xattrs, size, ino, links, target, digest, ctime_ns = values
         numbers = (mode, mtime_ns, uid, gid, size, ino, links, ctime_ns)
         pipe = kind == "fifo"
-        kind = "link" if kind == "symlink" else "other" if pipe else kind
+        kind = "other" if pipe else kind
         if kind not in _KINDS or not all(type(number) is int for number in numbers):
             raise ValueError(f"malformed entry: {values!r}")
         if target is not None and (not isinstance(target, str) or "\0" in target):

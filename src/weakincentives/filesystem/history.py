@@ -15,7 +15,6 @@ import os
 import re
 import stat
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -991,29 +990,10 @@ def _open_own(path: str) -> int:
 
 
 def _after(meta: Mapping[str, Any]) -> dict[Parts, Entry | None]:
-    if "left" in meta:
-        return {
-            checked_parts(path): None if entry is None else Entry.decode(entry)
-            for path, entry in meta["left"]
-        }
-    # Version 2 had inode, size and time; only the inode of a directory; marks for most files.
-    marks = dict(meta.get("marks", ()))
     return {
-        checked_parts(path): None if ident is None else _as_marked(ident, marks.get(path))
-        for path, ident in meta["after"]
+        checked_parts(path): None if entry is None else Entry.decode(entry)
+        for path, entry in meta["left"]
     }
-
-
-def _as_marked(ident: Sequence[int], mark: Sequence[Any] | None) -> Entry:
-    ino, size, mtime_ns = map(int, ident)
-    entry = Entry("directory" if size == -1 else "file", 0, size, mtime_ns, ino)
-    if mark is None:
-        return entry
-    mode, uid, gid, ctime_ns, digest, xattrs = mark
-    decoded = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
-    return entry._replace(
-        mode=mode, uid=uid, gid=gid, ctime_ns=ctime_ns, digest=digest, xattrs=decoded
-    )
 
 
 # Adopting
@@ -1024,8 +1004,8 @@ def adopt_store(
 ) -> tuple[str, ...]:
     """Seal the store of a workspace; returns a sentence for each damaged record.
 
-    For a store that an earlier version wrote, or whose key is lost: wink cannot distinguish it
-    from a planted one. Names that lead out of the store or workspace are never accepted. Sessions
+    For a store that is damaged, or whose key is lost: wink cannot distinguish it from a planted
+    one. Names that lead out of the store or workspace are never accepted. Sessions
     and ledgers are adopted by ``SavedSession.adopt`` and ``OutcomeLedger.adopt``.
 
     Raises:
@@ -1066,7 +1046,7 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
         if data:
             write_whole(journal, sealed)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        noted = json.loads(_unmarked((path / NOTE).read_bytes()))
+        noted = json.loads((path / NOTE).read_bytes()[SEAL_SIZE + 1 :])
         if all(checked_parts(base)[-1].startswith(TEMPORARY) for base, _ in noted):
             write_whole(path / NOTE, note.seals(NOTE).sealed(json.dumps(noted).encode()))
     write_note(path, note)
@@ -1083,17 +1063,12 @@ def _history(path: Path) -> list[Path]:
 
 
 def _texts(data: bytes, strict: Seals | None) -> Iterator[bytes | None]:
-    """Yield the text of each complete line, or None if it is damaged or invalid.
-
-    A line begins with a checksum (version 1) or a seal.
-    """
+    """Yield the text of each complete line, or None if it is damaged or invalid."""
     offset = 0
     for line in data.split(b"\n")[:-1]:
         mark, _, text = line.partition(b" ")
-        good = len(mark) == 32
-        if len(mark) == 8:
-            good = mark == b"%08x" % zlib.crc32(text)
-        elif strict is not None:
+        good = len(mark) == SEAL_SIZE
+        if strict is not None:
             good = strict.unsealed(line, offset) is not None
         offset += len(line) + 1
         try:
@@ -1106,10 +1081,6 @@ def _texts(data: bytes, strict: Seals | None) -> Iterator[bytes | None]:
 
 def _good(data: bytes, seals: Seals) -> bool:
     return seals.unsealed(data.partition(b"\n")[0]) is not None
-
-
-def _unmarked(line: bytes) -> bytes:
-    return line if line.startswith(b"[") else line[33:]
 
 
 def _read(path: Path) -> bytes:

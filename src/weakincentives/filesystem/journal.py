@@ -12,12 +12,12 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from weakincentives.filesystem.entry import Entry, checked_digest
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
@@ -28,7 +28,7 @@ JOURNAL = "journal"
 """The kind under which records are sealed; each seal also covers the record's offset."""
 
 _VERSION = 3
-"""The first value of a record; records of version 2 begin with a word."""
+"""The first value of a record."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # built once: this is a hot path
 
@@ -119,7 +119,7 @@ class Record:
         """Return the record in a line; raises ValueError for an invalid name or value."""
         values = json.loads(text)
         if values[0] != _VERSION:
-            values = _from_version_2(values)
+            raise ValueError(f"a record of another version: {values[0]!r}")
         _, op, path, origin, before, after, saved, source, scratch, times, away, twin, data = (
             values[:13]
         )
@@ -138,32 +138,6 @@ class Record:
             data=data,
             others=tuple(map(checked_parts, values[13])),
         )
-
-
-def _from_version_2(values: list[Any]) -> list[Any]:
-    op, path, origin, saved, copy, before, old, new, scratch, times, away, data = values[:12]
-    twin, source, digest = [*values[12:], None, None, None][:3]
-    if op == "external":
-        data, old = {"index": old[:2]}, None
-    after = None if new is None else _known(new, digest, edited=op == "edit")
-    if op == "made":
-        after = Entry("directory").encode()
-    if before is None and old is not None:
-        before = _known(old)
-    source = source if copy is None else (copy, 0, 0)
-    words = {"moved over": "moved", "moved": op, "external": op, "commit": op}
-    op = words.get(op, "was")
-    changed = [op, path, origin, before, after, saved, source, scratch, times, away, twin, data]
-    return [_VERSION, *changed, ()]
-
-
-def _known(ident: Sequence[int], digest: object = None, *, edited: bool = False) -> list[Any]:
-    """Convert inode, size and time of version 2; size and time are -1 for a directory."""
-    ino, size, mtime_ns = map(int, ident)
-    is_directory = size == -1 and not edited
-    checked = None if digest is None else checked_digest(digest)
-    kind = "directory" if is_directory else "file"
-    return Entry(kind, size=size, mtime_ns=mtime_ns, ino=ino, digest=checked).encode()
 
 
 _SAVED = re.compile("[a-z][0-9]+")
@@ -200,7 +174,7 @@ def read_journal(
 def read_paths(path: Path, seals: Seals) -> tuple[dict[str, Any], set[str]] | None:
     """Return the data of a commit and the paths that it changed; several times as fast.
 
-    None if the journal is damaged, incomplete, of an earlier version, or gone.
+    None if the journal is damaged, incomplete or gone.
     """
     values = _read_values(path, seals)
     if values is None:
@@ -247,8 +221,6 @@ def read_entries(
             before.setdefault(each[2], entry)
         elif each[1] == "moved":
             return None
-    if "left" not in data:
-        return None
     after = dict(data["left"])
     return data, {path: (before.get(path), after.get(path)) for path in {**before, **after}}
 

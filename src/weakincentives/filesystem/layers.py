@@ -423,9 +423,13 @@ class Present(Forward):
     def supersede(self, undo: Sequence[Record], taken: Replaced) -> Present:
         """Return the new present; this one now shows the state before these records."""
         following = Present(self._disk)
+        self.precede(following, undo, taken)
+        return following
+
+    def precede(self, following: Present, undo: Sequence[Record], taken: Replaced) -> None:
+        """Show the state before these records; ``following`` shows the one after them."""
         layer = undone(Layer(following), undo, taken)
         self._next, self._layer, self._look = following, layer, layer
-        return following
 
     def resume(self) -> None:
         self._next, self._layer, self._look = None, None, self._disk

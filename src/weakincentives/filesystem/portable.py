@@ -152,7 +152,7 @@ def store_tree(
         directory: The workspace.
         objects: Where to store it.
         gitignore: Leave out what git ignores, and what common tools generate.
-        store: The store of the workspace; beside it by default.
+        store: The store of the workspace; in the state directory by default.
     """
     root = Path(os.path.realpath(directory))
     main = store_of(root, store)
@@ -643,7 +643,7 @@ def unpack_branch(
             now by default.
         moment: When that was.
         about: What to note in its log, as JSON values.
-        store: The store of the workspace; beside it by default.
+        store: The store of the workspace; in the state directory by default.
 
     Raises:
         HistoryDamaged: The lines, or contents, are damaged.

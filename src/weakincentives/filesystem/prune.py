@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.history import History, Past, Uses
 from weakincentives.filesystem.scan import External, last_scan
-from weakincentives.filesystem.store import Limits, Objects
-from weakincentives.filesystem.tree import files_below, remove_path
+from weakincentives.filesystem.store import Limits, Note, Objects, open_store
+from weakincentives.filesystem.tree import Held, files_below, remove_path, remove_tree
+from weakincentives.gate import ProcessLock
+from weakincentives.state import forget_store, workspace_stores
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -42,6 +45,34 @@ class Pruned(NamedTuple):
     scan_index: bool = False
     damaged: int = 0
     """Damaged calls: while there are some, no content is known to be unused."""
+
+
+def abandoned_stores(limits: Limits) -> list[Path]:
+    """Return the stores of directories that no longer exist and that nobody has used lately."""
+    before, found = limits.oldest(SYSTEM_CLOCK.time()), list[Path]()
+    with contextlib.suppress(FileNotFoundError):
+        for store in sorted(Path(workspace_stores()).iterdir()):
+            with contextlib.suppress(FileNotFoundError, StoreRefused):
+                if os.lstat(store / "lock").st_mtime < before:  # written whenever it is opened
+                    note = Note.read(store)
+                    if note is not None and not os.path.lexists(note.path):
+                        found.append(store)
+    return found
+
+
+def remove_abandoned(limits: Limits) -> list[Path]:
+    """Remove ``abandoned_stores``; returns those that no process has open."""
+    removed: list[Path] = []
+    for store in abandoned_stores(limits):
+        with contextlib.suppress(WorkspaceLocked), Held(open_store(store)) as fd:
+            lock = ProcessLock(fd, store, wait=None, alone=True)
+            try:
+                remove_tree(store)
+            finally:
+                lock.close()
+            forget_store(store.name)
+            removed.append(store)
+    return removed
 
 
 def disk_usage(store: Path) -> dict[str, int]:

@@ -34,7 +34,7 @@ _FILES = frozenset({"wink.toml", ".gitmodules", ".gitconfig"})
 _FIRST = re.compile(r"(sitecustomize|usercustomize)(\..*)?", re.IGNORECASE).fullmatch
 
 _names = "|".join(re.escape(name) for name in sorted({".git", *_CODE, *_STRUCTURE, *_FILES}))
-_suspect = re.compile(rf"(?:^|/)(?:{_names}|\.[^/]+\.wink)(?:/|$)", re.IGNORECASE).search
+_suspect = re.compile(rf"(?:^|/)(?:{_names})(?:/|$)", re.IGNORECASE).search
 
 
 @lru_cache(maxsize=4096)
@@ -213,7 +213,7 @@ class Reserved:
         # Some filesystems ignore case.
         names = tuple(name.lower() for name in parts)
         for depth, name in enumerate(names):
-            if name in _FILES or (name.startswith(".") and name.endswith(".wink") and name[1:-5]):
+            if name in _FILES:
                 return parts[: depth + 1]
             if name == ".git":
                 length = _code_in(names[depth + 1 :])

@@ -340,10 +340,16 @@ class DirectoryAt(Forward):
         self._check_has_later()
         if self._past.last - self._first > _DEEPEST:
             self._begin()
-        for serial in reversed(self._past.after(self._newest)):
-            delta = self._past.read(serial)
-            self._current = self._current.supersede(delta.records, replaced_by(self._past, delta))
-            self._newest = serial
+        later = self._past.after(self._newest)
+        if later:
+            newest = following = Present(self._disk)
+            # Newest first: what a call left is only seen without what later ones did.
+            for serial in later:
+                delta = self._past.read(serial)
+                present = self._current if serial == later[-1] else Present(self._disk)
+                present.precede(following, delta.records, replaced_by(self._past, delta))
+                following = present
+            self._current, self._newest = newest, later[0]
         self._changed_at = changed_at
 
     def _check_has_later(self) -> None:

@@ -1,4 +1,4 @@
-"""The store beside a workspace: lock, open transaction, saved contents and history."""
+"""The store of a workspace: lock, open transaction, saved contents and history."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weakincentives.filesystem.tree import (
     write_all,
 )
 from weakincentives.gate import ProcessLock
-from weakincentives.state import Seals, stores_of
+from weakincentives.state import Seals, claim_store, state_directory, workspace_store
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -362,6 +362,9 @@ def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iter
         yield data
 
 
+_VERSION = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Which workspace a store is for, sealed by this user."""
@@ -370,9 +373,8 @@ class Note:
     """Unique to each store: seals of one store are invalid in another."""
     path: str
     ino: int
-    version: int = 4
-    """The store format. Version 1 had no seals; records of version 2 can still be read. Since
-    version 4, objects may be compressed."""
+    version: int = _VERSION
+    """The store format."""
 
     def seals(self, kind: str) -> Seals:
         return Seals(f"{kind} {self.id}")
@@ -405,14 +407,13 @@ class Note:
         if data is None:
             raise _unsealed(store)
         values = json.loads(data)
-        if values["version"] not in _READABLE:
+        if values["version"] != _VERSION:
             raise _refused(
-                store, f"has version {values['version']}; this wink reads up to {_READABLE[-1]}"
+                store, f"has the format {values['version']}, and this wink reads {_VERSION} only"
             )
         return cls(**values)
 
 
-_READABLE = (2, 3, 4)
 _NOTE = "store"
 _BEFORE_THE_NOTE = frozenset(
     {"lock", "turn", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"}
@@ -464,8 +465,8 @@ def _refused(path: Path, reason: str) -> StoreRefused:
 
 def _unsealed(path: Path) -> StoreRefused:
     return StoreRefused(
-        f"The store {path} does not carry your seal: an earlier version of wink wrote it, somebody"
-        " else planted it, it is damaged, or XDG_STATE_HOME has changed. If it is yours, adopt it"
+        f"The store {path} does not carry your seal: somebody else planted it, it is damaged, or"
+        " XDG_STATE_HOME has changed. If it is yours, adopt it"
         " with `wink doctor --adopt-store`; otherwise delete it. Until then nothing in it is used"
     )
 
@@ -580,7 +581,7 @@ class Store:
 
     Args:
         root: The workspace.
-        path: The location; beside the workspace by default.
+        path: The location; in the state directory by default.
         wait: Seconds to wait for another process: see ``ProcessLock``.
         safe: Sync to disk, to survive a power loss.
         shared: Whether other processes may take the lock while this one has the store open.
@@ -600,9 +601,14 @@ class Store:
     ) -> None:
         self.root = Path(os.path.realpath(root))
         self.safe = safe
+        if path is None:
+            state_directory()
         self.path = location_of(self.root) if path is None else Path(os.path.realpath(path))
         if self.path == self.root or self.root in self.path.parents:
-            raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
+            raise ValueError(
+                f"the store {self.path} must not be inside the workspace {self.root}. Set"
+                " XDG_STATE_HOME to a directory outside of it, or give store="
+            )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with Held(open_store(self.path)) as fd:
             Note.read_from(fd, self.path)  # before anything is written
@@ -714,6 +720,12 @@ class Store:
         """Note which workspace this is for; refuse the store of another."""
         known = Note.read(self.path)
         path, ino = str(self.root), os.stat(self.root).st_ino
+        if known is None and os.path.exists(self.root.parent / f".{self.root.name}.wink" / "root"):
+            logger.warning(
+                "%s is a store of an earlier version. It is left untouched, and its calls cannot be"
+                " undone any more; delete it when you like",
+                self.root.parent / f".{self.root.name}.wink",
+            )
         if known is not None and path != known.path and ino != known.ino:
             raise ValueError(
                 f"the store {self.path} belongs to the workspace {known.path}, not to"
@@ -721,6 +733,8 @@ class Store:
             )
         mine = Note(id=os.urandom(8).hex() if known is None else known.id, path=path, ino=ino)
         if mine != known:
+            # Before the note: after a kill between the two, both are done again.
+            claim_store(path, str(self.path), None if known is None else known.path)
             write_note(self.path, mine)
         return mine
 
@@ -810,20 +824,8 @@ def store_of(root: str | os.PathLike[str], store: str | os.PathLike[str] | None)
 
 
 def location_of(root: Path) -> Path:
-    """Return the default store of a workspace: beside it, if files can be renamed to there.
-
-    An existing store beside it stays in use: it may be needed for recovery.
-    """
-    root = Path(os.path.realpath(root))
-    parent = root.parent
-    places = map(Path, stores_of(os.fspath(root)))
-    beside = next(places)
-    if beside.is_dir() and os.stat(parent).st_dev == os.stat(root).st_dev:
-        if _may_write(beside):
-            return beside
-    elif root != parent and _mount_at(parent) == _mount_at(root) and _may_write(parent):
-        return beside
-    return next(places)
+    """Return the default store of a workspace, in the user's private state directory."""
+    return Path(workspace_store(os.path.realpath(root)))
 
 
 def _mount_at(directory: Path) -> Mount:
@@ -833,10 +835,6 @@ def _mount_at(directory: Path) -> Mount:
 
 
 _EFFECTIVE = os.access in os.supports_effective_ids
-
-
-def _may_write(directory: Path) -> bool:
-    return os.access(directory, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)
 
 
 def _is_there(path: str) -> bool:

@@ -40,7 +40,7 @@ from weakincentives.filesystem.store import Limits, Store
 from weakincentives.filesystem.tree import Tree
 from weakincentives.gate import Gate
 from weakincentives.programs import agents_can_write
-from weakincentives.state import stores_of
+from weakincentives.state import workspace_store
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -77,7 +77,7 @@ class Workspace:
             opened.callback(self.tree.close)
             self.external = External(self.tree, self.store)
             self.commands = Commands(self.store)
-            is_usual = str(store.path) in stores_of(str(self.tree.path))
+            is_usual = str(store.path) == workspace_store(str(self.tree.path))
             agents_can_write(self.tree.path, for_all=not is_usual)
             self.reserved = Reserved(self.tree.path, store=self.store.path, unprotected=unprotected)
             watched = Watched(self.tree.path, self.store.path)

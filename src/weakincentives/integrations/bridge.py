@@ -160,7 +160,7 @@ def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTo
         handler=handler,
         params_type=dict,
         result_type=Any,
-        strict=False,
+        checked=False,
         **options,
     )
 

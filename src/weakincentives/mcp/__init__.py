@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from weakincentives.mcp.elicitation import ask_client as ask_client
     from weakincentives.mcp.oauth import OAuth as OAuth
     from weakincentives.mcp.oauth import TokenFile as TokenFile
-    from weakincentives.mcp.output import McpMedia as McpMedia
     from weakincentives.mcp.output import McpOutput as McpOutput
     from weakincentives.mcp.server import McpServer as McpServer
+    from weakincentives.mcp.server_auth import McpAuth as McpAuth
     from weakincentives.mcp.server_prompts import McpPrompt as McpPrompt
     from weakincentives.mcp.server_resources import McpResource as McpResource
     from weakincentives.mcp.tools_section import LeftOutTool as LeftOutTool

@@ -1,4 +1,4 @@
-"""MCP over streamable HTTP: on loopback by default, and only with the token."""
+"""MCP over streamable HTTP: on loopback by default, and only with a token."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from weakincentives.mcp.server import McpServer
+    from weakincentives.mcp.server_auth import McpAuth
 
 PATH = "/mcp"
 _RETRY = 1000
@@ -32,24 +33,33 @@ _RETRY = 1000
 
 
 async def serve(
-    server: McpServer, listening: sockets.socket, token: str, *, patience: float = PATIENCE
+    server: McpServer,
+    listening: sockets.socket,
+    token: str | None = None,
+    *,
+    auth: McpAuth | None = None,
+    patience: float = PATIENCE,
 ) -> None:
     """Serve on an open port until cancelled; running calls are then rolled back.
 
     A connection on which no request comes within ``patience`` seconds is closed.
     """
-    app = http_app(server, token, host=listening.getsockname()[0])
+    app = http_app(server, token, host=listening.getsockname()[0], auth=auth)
     await serve_app(app, listening, patience=patience)
 
 
-def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:
-    """Return the server as an ASGI application that requires the token.
+def http_app(
+    server: McpServer, token: str | None = None, *, host: str, auth: McpAuth | None = None
+) -> ASGIApp:
+    """Return the server as an ASGI application that requires the token, or those of OAuth.
 
     ``host`` is the address it is served at; requests for another host are refused, unless it is a
     wildcard address.
     """
-    if not token:
-        raise ValueError("a server over HTTP needs a token: its clients can change files")
+    if bool(token) == (auth is not None):
+        raise ValueError(
+            "a server over HTTP needs a token, or OAuth, and not both: its clients can change files"
+        )
     app = server.protocol.streamable_http_app(
         streamable_http_path=PATH,
         max_request_body_size=MAX_MESSAGE,
@@ -57,19 +67,28 @@ def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:
         retry_interval=_RETRY,
         # The guard does that.
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
+        auth=None if auth is None else auth.settings(),
+        token_verifier=None if auth is None else auth.verifier,
     )
-    return _Guard(app, token, LOOPBACK if host in LOOPBACK else (host,), server.end_session)
+    names = LOOPBACK if host in LOOPBACK else (host,)
+    if auth is not None:
+        names = (*names, auth.host)
+    return _Guard(app, token, names, server.end_session)
 
 
 class _Guard:
     """Refuses a foreign Host or Origin header, and a missing or wrong token."""
 
     def __init__(
-        self, app: ASGIApp, token: str, names: tuple[str, ...], on_end: Callable[[str], object]
+        self,
+        app: ASGIApp,
+        token: str | None,
+        names: tuple[str, ...],
+        on_end: Callable[[str], object],
     ) -> None:
         self._app = app
         self._on_end = on_end
-        self._token = token.encode()
+        self._token = None if token is None else token.encode()
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +101,8 @@ class _Guard:
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         if refused := foreign(headers, self._names):
             return PlainTextResponse(f"{refused}\n", 403)
+        if self._token is None:
+            return None  # the application asks for one of OAuth's
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
             return PlainTextResponse(

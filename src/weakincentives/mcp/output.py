@@ -9,7 +9,7 @@ import json
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from weakincentives.media import MAX_MEDIA_BYTES, SNIFFED, Media, sniff
@@ -23,17 +23,6 @@ _MAX_PARTS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class McpMedia:
-    """An image, sound or binary file in a session that an earlier version saved."""
-
-    kind: Literal["image", "audio", "resource"]
-    mime_type: str
-    data: str
-    """Base64, as it came."""
-    uri: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class McpOutput:
     """A server's answer."""
 
@@ -41,7 +30,7 @@ class McpOutput:
     """What the model sees, with a placeholder for each picture or file."""
     structured: Any = None
     """The answer as data, if the server gives it."""
-    media: tuple[Media | McpMedia, ...] = ()
+    media: tuple[Media, ...] = ()
 
     def render(self) -> str:
         return self.text

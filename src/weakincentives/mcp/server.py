@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from mcp.server.connection import Connection
     from mcp.server.context import ServerRequestContext
 
+    from weakincentives.mcp.server_auth import McpAuth
     from weakincentives.mcp.stdio import Wire
 
 T = TypeVar("T")
@@ -242,12 +243,22 @@ class McpServer:
                 options = self.protocol.create_initialization_options()
                 await self.protocol.run(incoming, outgoing, options)
 
-    async def run_http(self, *, host: str = "127.0.0.1", port: int = 0, token: str) -> None:
-        """Serve streamable HTTP at ``/mcp`` until cancelled, to clients that have the token."""
+    async def run_http(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        auth: McpAuth | None = None,
+    ) -> None:
+        """Serve streamable HTTP at ``/mcp`` until cancelled, to clients that have the token.
+
+        With ``auth`` they need one that an authorization server has made for this server.
+        """
         from weakincentives.mcp.http import listen, serve
 
         with self, listen(host, port) as socket:
-            await serve(self, socket, token)
+            await serve(self, socket, token, auth=auth)
 
     # Clients
 

@@ -94,6 +94,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Receives the progress that tools report: call id, message, done, total."""
+    debug: bool = False
+    """Whether a handler's exception is raised to the caller, once the call is undone."""
     caller: Caller | None = field(default=None, repr=False, compare=False)
     """Who made the call, as far as its handler can turn to them."""
     approval: Approval | None = field(default=None, init=False, repr=False, compare=False)
@@ -118,6 +120,7 @@ class ToolContext:
             signal: CancellationToken = ...,
             degraded: tuple[str, ...] = (),
             on_report: Callable[[str, str, float | None, float | None], object] | None = None,
+            debug: bool = False,
             caller: Caller | None = None,
         ) -> None: ...
 

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -34,7 +34,7 @@ from weakincentives.prompt.section import (
     how_to_open,
 )
 from weakincentives.prompt.signatures import TypedConstructor
-from weakincentives.prompt.tool import Tool
+from weakincentives.prompt.tool import Tool, refuse_missing_needs
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.serde import dump
 
@@ -100,7 +100,9 @@ class Offer:
         policies = tuple(sorted(policies, key=lambda policy: policy.asks_a_person))
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
-        members = [cls.of(each, rules) for each in getattr(tool.handler, "composed_of", ())]
+        composed: Any = getattr(tool.handler, "composed_of", ())
+        is_composed = type(composed) in (tuple, list)  # a mock has every attribute
+        members = [cls.of(each, rules) for each in composed] if is_composed else []
         may_run_concurrently = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
@@ -180,6 +182,23 @@ class RenderedPrompt:
         offers = {tool.name: Offer.of(tool, policies, self.listeners) for tool in added}
         return replace(self, tools=(*self.tools, *added), offers={**self.offers, **offers})
 
+    def only(self, wanted: Collection[str] | Callable[[Tool[Any, Any]], bool]) -> RenderedPrompt:
+        """Return this rendering with some of its tools; a name that none has is refused."""
+        if callable(wanted):
+            kept = tuple(tool for tool in self.tools if wanted(tool))
+        else:
+            names = names_of(self.tools)
+            unknown = sorted(set(wanted) - names)
+            if unknown:
+                offered = ", ".join(sorted(names)) or "none"
+                raise PromptValidationError(
+                    f"the run names the tool {unknown[0]!r}, which the prompt does not offer: its "
+                    f"tools are {offered}"
+                )
+            kept = tuple(tool for tool in self.tools if tool.name in wanted)
+        offers = {name: each for name, each in self.offers.items() if each.tool in kept}
+        return replace(self, tools=kept, offers=offers)
+
     def says_the_same_as(self, other: RenderedPrompt) -> bool:
         """Whether both give a model the same text and tools."""
         same = self.text == other.text and self.tools == other.tools
@@ -187,7 +206,14 @@ class RenderedPrompt:
 
 
 class PromptTemplate(TypedConstructor, Generic[OutT]):
-    """The part of a prompt that does not change between runs."""
+    """The part of a prompt that does not change between runs.
+
+    Args:
+        output_type: What the model's answer is parsed into: a dataclass, a list, a union, a plain
+            type, or a function, which is called with the answer. ``str`` is its text.
+        output_validators: Each is called with the output, and may return another one. A ValueError
+            is sent back to the model, to answer again.
+    """
 
     def __init__(
         self,
@@ -199,6 +225,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         ns: str = "",
         name: str = "",
         output_type: Any = None,
+        output_validators: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
         self.sections = tuple(sections)
         self.policies = attach(policies)
@@ -209,6 +236,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         self.ns = ns or "default"
         # Any means "not stated" where a type must be written; the answer is then plain text.
         self.output_type = None if output_type is Any else output_type
+        self.output_validators = tuple(output_validators)
         self.original: PromptTemplate[OutT] | None = None
         """The template before overrides were applied, if any were."""
         _check(self.nodes, self.policies)
@@ -216,7 +244,8 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         (output_type,) = type_args
-        return cls(*args, output_type=output_type, **kwargs)
+        kwargs.setdefault("output_type", output_type)  # a function that returns it may be given
+        return cls(*args, **kwargs)
 
     def __repr__(self) -> str:
         sections = ", ".join(section.derived_key() for section in self.sections)
@@ -402,6 +431,7 @@ class Prompt(Generic[OutT]):
             or rendered.media != media
         ):
             tag = "" if self.overrides is None else self.overrides.tag
+            refuse_missing_needs(tools, self._resources.registry, "the prompt")
             sections = tuple((s.node.path, len(b)) for s, b in zip(shown, blocks, strict=True))
             rendered = self._rendered = RenderedPrompt(
                 text, tools, offers, summarized, tag, cache.listeners, media, sections

@@ -1,23 +1,32 @@
 """Structured output: the schema for a provider, and the parser of the model's answer.
 
 Providers require an object at the top of a schema. So a ``list[Out]`` is requested as an object
-with one key, ``{"items": [...]}``; the parser accepts that and the bare array.
+with one key, ``{"items": [...]}``, and a union, an enum or a number as ``{"result": ...}``; the
+parser accepts these and the bare value. A function stands for its parameters, and is called with
+them. ``str`` is the text of the answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import make_dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import fields, make_dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar, cast, get_args, overload
 
-from weakincentives.errors import OutputParseError, ParseError
+from weakincentives.errors import (
+    ContractError,
+    OutputParseError,
+    ParseError,
+    ToolValidationError,
+)
 from weakincentives.serde import parse, schema
 
 T = TypeVar("T")
 
-_KEY = "items"
+_ITEMS, _RESULT = "items", "result"
 _TRY_AGAIN = (
     "The answer does not fit what was asked for. "
     "Answer again, as JSON and nothing else, with all of this corrected:"
@@ -36,16 +45,18 @@ _decode = json.JSONDecoder().raw_decode
 def output_schema(output_type: Any) -> dict[str, Any]:
     """Return a new JSON schema of an answer, always with an object at the top.
 
-    A list is wrapped: ``list[Out]`` gives the schema of ``{"items": [...]}``.
+    What is no object is wrapped: ``list[Out]`` gives the schema of ``{"items": [...]}``.
     """
-    wrapper = _wrapper(output_type)
-    return schema(output_type if wrapper is None else wrapper)
+    asked = requested_type(output_type)
+    return schema(_wrapper(asked) or asked)
 
 
 def output_instructions(output_type: Any) -> str:
     """Return instructions for a model whose provider takes no schema."""
     wanted = json.dumps(output_schema(output_type), indent=2, ensure_ascii=False)
-    wrapped = "" if _wrapper(output_type) is None else ' The list goes under the key "items".'
+    key = _key(_wrapper(requested_type(output_type)))
+    what = "list" if key == _ITEMS else "answer"
+    wrapped = "" if key is None else f' The {what} goes under the key "{key}".'
     return (
         "Give your final answer as one JSON object that fits this schema, "
         f"and nothing else.{wrapped}\n\n```json\n{wanted}\n```"
@@ -62,31 +73,80 @@ def parse_structured_output(text: str, output_type: Any) -> Any:
     The JSON may be the whole text, in a fenced block or in prose; the last one counts. Anything
     else raises an OutputParseError with every problem, worded for the model.
     """
+    if output_type is str:
+        return text
+    asked = requested_type(output_type)
+    value = _parsed(text, asked)
+    if asked is output_type:
+        return value
+    try:
+        return output_type(**{each.name: getattr(value, each.name) for each in fields(asked)})
+    except (ValueError, ToolValidationError, ContractError) as error:
+        raise OutputParseError(_TRY_AGAIN, raw=text, details={"": str(error)}) from error
+
+
+def validated(output: T, validators: Iterable[Callable[[T], T | None]], text: str) -> T:
+    """Return an output as its validators leave it; what they refuse is told to the model."""
+    for validator in validators:
+        try:
+            found = validator(output)
+        except (ValueError, ToolValidationError, ContractError) as error:
+            raise OutputParseError(_TRY_AGAIN, raw=text, details={"": str(error)}) from error
+        output = output if found is None else found
+    return output
+
+
+def requested_type(output_type: Any) -> Any:
+    """Return the type that a model is asked for: None for text, the parameters of a function."""
+    if output_type is str:
+        return None
+    return _parameters(output_type) if isinstance(output_type, FunctionType) else output_type
+
+
+@lru_cache(maxsize=256)
+def _parameters(function: Any) -> Any:
+    from weakincentives.prompt.signatures import is_async
+    from weakincentives.prompt.tool import params_of
+
+    if is_async(function):
+        raise TypeError(f"the output function {function.__name__!r} must not be async")
+    return params_of(function, function.__name__)
+
+
+def _parsed(text: str, output_type: Any) -> Any:
     wrapper = _wrapper(output_type)
-    found = _find_json(text, is_list=wrapper is not None)
+    key = _key(wrapper)
+    or_text = key == _RESULT and str in get_args(output_type)
+    found = _find_json(text, key)
     if found is None:
+        if or_text:
+            return text
         raise OutputParseError(_TRY_AGAIN, raw=text, details={"": _what_is_missing(text)})
-    is_wrapped = wrapper is not None and not isinstance(found.value, list)
+    answer: Any = found.value
+    has_key = isinstance(answer, dict) and key in answer
+    is_wrapped = has_key or (key == _ITEMS and not isinstance(answer, list))
     try:
         value = parse(wrapper if is_wrapped else output_type, found.text)
     except ParseError as error:
+        if or_text and not is_wrapped:
+            return text
         raise OutputParseError(_TRY_AGAIN, raw=text, details=error.details) from error
-    return value.items if is_wrapped else value
+    return getattr(value, cast("str", key)) if is_wrapped else value
 
 
 @lru_cache(maxsize=256)
 def _wrapper(output_type: Any) -> type[Any] | None:
-    """Return the class that wraps a list; None for a type that is an object itself."""
-    kind = None if output_type is None else schema(output_type).get("type")
+    """Return the class that wraps what is no object; None for a type that is one itself."""
+    kind = "object" if output_type is None else schema(output_type).get("type")
     if kind == "object":
         return None
-    if kind != "array":
-        raise TypeError(
-            f"{output_type!r} cannot be an output type: use a dataclass or a list of them, "
-            "and put anything else into a field of a dataclass"
-        )
-    documented = {"__doc__": "All items of the answer, in one array."}
-    return make_dataclass("Items", [(_KEY, output_type)], namespace=documented, frozen=True)
+    key = _ITEMS if kind == "array" else _RESULT
+    said = "All items of the answer, in one array." if kind == "array" else "The answer."
+    return make_dataclass("Answer", [(key, output_type)], namespace={"__doc__": said}, frozen=True)
+
+
+def _key(wrapper: Any) -> str | None:
+    return None if wrapper is None else fields(wrapper)[0].name
 
 
 # Finding the JSON
@@ -98,15 +158,15 @@ class _Json(NamedTuple):
     text: str
     value: object
 
-    def fits(self, is_list: bool) -> bool:
+    def fits(self, key: str | None) -> bool:
         """Whether it has the shape of the answer: a reference such as [1] is an array, too."""
         value = self.value
         if not isinstance(value, dict):
-            return is_list and isinstance(value, list)
-        return not is_list or _KEY in value
+            return key == _ITEMS and isinstance(value, list)
+        return key is None or key in value
 
 
-def _find_json(text: str, is_list: bool) -> _Json | None:
+def _find_json(text: str, key: str | None) -> _Json | None:
     whole = _whole(text)
     if whole is not None:
         return whole
@@ -116,7 +176,7 @@ def _find_json(text: str, is_list: bool) -> _Json | None:
         blocks = []  # cut off: earlier blocks may be drafts
     fenced = [block for block in blocks if block and isinstance(block.value, dict | list)]
     found = (fenced or _in_prose(text))[::-1]
-    return next((each for each in found if each.fits(is_list)), found[0] if found else None)
+    return next((each for each in found if each.fits(key)), found[0] if found else None)
 
 
 def _whole(text: str) -> _Json | None:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property, partial
@@ -162,8 +162,12 @@ class Tool(TypedConstructor, Generic[P, R]):
     title: str = ""
     input_schema: Mapping[str, Any] | None = None
     """The raw JSON schema of a tool made with ``from_schema``."""
-    strict: bool = True
+    checked: bool = True
     """Check the contract: dataclasses, a handler that fits, a short description."""
+    strict: bool = True
+    """Whether arguments must have exactly the declared types; False takes ``"10"`` for 10."""
+    needs: Sequence[type] = ()
+    """The resources that its handler asks for: checked where the tool is registered or offered."""
 
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Tool[Any, Any]:
@@ -194,7 +198,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             params_type=dict,
             result_type=Any,
             input_schema=schema or {},
-            strict=False,
+            checked=False,
             **options,
         )
 
@@ -203,7 +207,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         self._check_options()
         if self.handler is not None:
             self._check_handler(self.handler)
-        if self.strict:
+        if self.checked:
             self._check_contract()
         if self.input_schema is not None:
             from weakincentives.serde.bounded_schema import bounded_schema
@@ -218,6 +222,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         self._check_parameter_descriptions()
         self._set("title", self.title or self.name)
         self._set("examples", tuple(self.examples))
+        self._set("needs", tuple(self.needs))
         for example in self.examples:
             self._check_example(example)
 
@@ -237,7 +242,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             )
         if not isinstance(text, str) or not text.strip():
             raise self._wrong("it needs a description for the model")
-        if self.strict and len(text) > _MAX_DESCRIPTION:
+        if self.checked and len(text) > _MAX_DESCRIPTION:
             raise self._wrong(
                 f"its description has {len(text)} characters; {_MAX_DESCRIPTION} are allowed: "
                 "put guidance into the section's template"
@@ -247,6 +252,9 @@ class Tool(TypedConstructor, Generic[P, R]):
         for name, choices in (("reach", (None, *get_args(Reach))), ("writes", get_args(Writes))):
             if getattr(self, name) not in choices:
                 raise self._wrong(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for each in self.needs:
+            if not isinstance(each, type):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise self._wrong(f"it needs resources by type, got {each!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise self._wrong(f"timeout must be positive seconds, got {self.timeout!r}")
         if self.max_result_chars is not None and self.max_result_chars < 1:
@@ -383,7 +391,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         part = "input"
         try:
             # The parameters of a decorated function have no class that a caller could name.
-            _check_instance(shown.input, self.params_type, or_mapping=not self.strict)
+            _check_instance(shown.input, self.params_type, or_mapping=not self.checked)
             self.parse(dump(shown.input))
             part = "output"
             _check_instance(shown.output, self.result_type)
@@ -482,7 +490,7 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     def _validate(self, arguments: object) -> P:
         # Only the first time: the validator replaces this method.
-        validate = validator_for(self.params_type)
+        validate = validator_for(self.params_type, strict=self.strict)
         self._set("_validate", validate)
         return validate(arguments)
 
@@ -594,6 +602,22 @@ class FunctionTool(Tool[Any, R], Generic[A, R]):
             contexts += ("context",)
         names = [n for n, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
         return tuple(names), contexts, _own_params_type(function) is not None
+
+
+def refuse_missing_needs(tools: Iterable[Tool[Any, Any]], resources: Any, where: str) -> None:
+    """Refuse a tool that needs a resource which is not bound."""
+    context = getattr(resources, "context", resources)
+    bindings: Any = getattr(context, "bindings", None)
+    if bindings is None:  # of a class that is not ours
+        return
+    for tool in tools:
+        for kind in tool.needs:
+            if kind not in bindings:
+                bound = ", ".join(sorted(each.__name__ for each in bindings)) or "nothing"
+                raise ToolDefinitionError(
+                    f"tool {tool.name!r} needs {kind.__name__}, which is not bound in {where}: "
+                    f"give resources={{{kind.__name__}: ...}}. Bound there: {bound}"
+                )
 
 
 def plain_schema(name: str, schema: object) -> dict[str, Any]:
@@ -722,6 +746,8 @@ def tool(
     preview: Callable[..., CallPreview] | None = None,
     idempotent: bool = False,
     recover: Callable[..., Recovery | Awaitable[Recovery]] | None = None,
+    strict: bool = True,
+    needs: Sequence[type] = (),
 ) -> _Decorator: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -761,7 +787,7 @@ def _tool_of(
         raise ToolDefinitionError(f"@tool function {title!r} needs a docstring: the model reads it")
     params_type = _own_params_type(function)
     if params_type is None:
-        params_type = _params_of(function, title)
+        params_type = params_of(function, title)
         names: tuple[str, ...] | None = tuple(each.name for each in fields(params_type))
     else:
         names = None
@@ -773,7 +799,7 @@ def _tool_of(
         handler=_handler_of(function, names, returns),
         params_type=params_type,
         result_type=None if result_type is NoneType else result_type,
-        strict=False,
+        checked=False,
         **options,
     )
 
@@ -815,7 +841,7 @@ def _own_params_type(function: Callable[..., Any]) -> Any:
     return hint if is_handler and isinstance(cls, type) and is_dataclass(cls) else None
 
 
-def _params_of(function: Callable[..., Any], title: str) -> type:
+def params_of(function: Callable[..., Any], title: str) -> type:
     """Return a dataclass with a field for each parameter."""
     hints = hints_of(function, extras=True)
     documented = _argument_docs(_doc(function))

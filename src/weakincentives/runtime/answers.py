@@ -282,6 +282,13 @@ _EXPECTED = (
 """Failures that are no bug: a line in the log, without a traceback."""
 
 
+def is_bug(error: BaseException) -> bool:
+    """Whether a failure is logged with its traceback: it was not worded for the model."""
+    if isinstance(error, (*_EXPECTED, NeedsItsPlace)):
+        return False
+    return not isinstance(error, ValueError) or isinstance(error, (JSONDecodeError, UnicodeError))
+
+
 def log(transaction: Transaction, result: ToolResult[Any], error: BaseException) -> None:
     """Log the failure of a call that is not retried: a bug as an error, with its traceback."""
     if raises_through(error) or isinstance(error, NeedsItsPlace):
@@ -289,8 +296,8 @@ def log(transaction: Transaction, result: ToolResult[Any], error: BaseException)
     level, cause = logging.ERROR, error
     if isinstance(error, _EXPECTED):
         level, cause = logging.INFO, None
-    elif isinstance(error, ValueError) and not isinstance(error, (JSONDecodeError, UnicodeError)):
-        level = logging.INFO  # worded by the handler; the others are raised by a library
+    elif not is_bug(error):
+        level = logging.INFO
     if _logger.isEnabledFor(level):
         code = cast("ToolError", result.failure).code
         name, said = shown(transaction.call.name), shown(result.message.partition("\n")[0])

@@ -309,13 +309,6 @@ class ToolComposer:
 _NOT_MATCHED = ToolError("BRANCH_NOT_MATCHED", "The branch's condition does not hold")
 
 
-@dataclass(frozen=True, slots=True)
-class _BranchOutput:
-    """The value of a branch's record in sessions that earlier versions saved."""
-
-    results: tuple[AnyResult, ...]
-
-
 def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
     """Return a tool that runs a branch and fails if it does not match."""
     first, *others = branch.tools
@@ -499,7 +492,7 @@ def _composed(
         handler=handler,
         writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index, default="api")),
         concurrent=True,  # as far as its members may: the offer asks them
-        strict=False,
+        checked=False,
         timeout=longest if timeout is None else timeout,
         **options,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.call import ToolCall
+from weakincentives.errors import NoOutput
 from weakincentives.media import Media
 from weakincentives.slices import SlicePolicy, slice_policy
 
@@ -84,8 +85,7 @@ def last_conversation(
         found.append(message)
         if not message.is_first:
             continue
-        # An earlier version did not save the prompt.
-        if prompt is not None and message.prompt not in (prompt, ""):
+        if prompt is not None and message.prompt != prompt:
             found.clear()
         for each in by_id.values():
             if each and not each[-1].is_first:
@@ -177,6 +177,15 @@ class PromptResponse(Generic[OutT]):
     turns: int = 0
     calls: int = 0
     """How many tool calls were made, including refused ones."""
+
+    def unwrap(self) -> OutT:
+        """Return the output, or raise NoOutput if there is none: the model refused to answer, the
+        prompt has no output type, or the run has not ended.
+        """
+        if self.output is None:
+            why = "refused to answer" if self.stop_reason == "refusal" else "has given no output"
+            raise NoOutput(f"the model {why}: {self.text!r}", self)
+        return self.output
 
 
 # Events of a run

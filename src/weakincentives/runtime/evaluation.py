@@ -7,7 +7,7 @@ request to the model uses an event loop, and handlers run in the caller's thread
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
@@ -29,6 +29,7 @@ from weakincentives.errors import (
     OutputParseError,
     PromptEvaluationError,
     ProviderError,
+    ProviderRejected,
     TaskNotCompleted,
     TurnLimitExceeded,
     VisibilityExpansionRequired,
@@ -40,7 +41,12 @@ from weakincentives.prompt.completion import TaskCompletionChecker, check_comple
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
 from weakincentives.prompt.prompt import Prompt, RenderedPrompt, check_prompt
 from weakincentives.prompt.section import expand
-from weakincentives.prompt.structured_output import output_schema, parse_structured_output
+from weakincentives.prompt.structured_output import (
+    output_schema,
+    parse_structured_output,
+    requested_type,
+    validated,
+)
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime.conversation import (
@@ -107,6 +113,10 @@ _MAX_OVERFLOWS = 2
 """How often a request that the provider rejects as too long is shortened and sent again."""
 
 
+requests_refused = False
+"""Whether requests to real models are refused, as in tests: see ``testing.no_model_requests``."""
+
+
 class Model(Protocol):
     """The part of an adapter that a run uses."""
 
@@ -120,6 +130,11 @@ class Model(Protocol):
 
     @property
     def provider_tools(self) -> Sequence[Tool[Any, Any]]: ...
+
+    @property
+    def asks_provider(self) -> bool:
+        """Whether ``complete`` asks a real model."""
+        ...
 
     @property
     def manages_context(self) -> bool:
@@ -160,6 +175,10 @@ class RunConfig:
     """How many calls of one turn run concurrently."""
     tool_config: Mapping[str, object] = field(default_factory=dict[str, object])
     """For tools, as ``context.config``."""
+    tools: Collection[str] | Callable[[Tool[Any, Any]], bool] | None = None
+    """The tools that the run offers, by name or by a function; by default all of the prompt."""
+    debug: bool = False
+    """Whether a handler's exception ends the run and is raised, once the call is undone."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -255,12 +274,16 @@ class Run:
             ),
             heartbeat=options.get("heartbeat"),
             config=config.tool_config,
+            debug=config.debug,
             on_report=self._report,
         )
         self._output_type: Any = prompt.template.output_type
         if self._output_type is not None:
             output_schema(self._output_type)  # refuse an unsupported type now
+        self._requested_type = requested_type(self._output_type)
         self._rendered: RenderedPrompt | None = None
+        self._filtered: tuple[RenderedPrompt, RenderedPrompt] | None = None
+        """A rendering, and the same with the tools that the run offers."""
         self._messages: list[Message] = []
         self._shown = ShownConversation()
         self._conversation = ""
@@ -320,7 +343,7 @@ class Run:
             await self._wait_for(self._model.end_run, self._model.needs_loop)
         output = None
         if not turn.tool_calls and self._output_type is not None:
-            output = parse_structured_output(turn.text, self._output_type)
+            output = self._output_of(turn)
         return self._response(turn.text, turn, output)
 
     # The loop
@@ -490,7 +513,7 @@ class Run:
         if self._output_type is None:
             return self._response(turn.text, turn)
         try:
-            output = parse_structured_output(turn.text, self._output_type)
+            output = self._output_of(turn)
         except OutputParseError as error:
             self._mismatches += 1
             if self._mismatches > self._config.output_retries:
@@ -498,6 +521,11 @@ class Run:
             self._send_back(str(error))
             return None
         return self._response(turn.text, turn, output)
+
+    def _output_of(self, turn: ModelTurn) -> Any:
+        """Return an answer as the output type; raises OutputParseError."""
+        output = parse_structured_output(turn.text, self._output_type)
+        return validated(output, self._prompt.template.output_validators, turn.text)
 
     def _send_back(self, reason: str) -> None:
         self._add_message(role="user", text=reason)
@@ -676,7 +704,7 @@ class Run:
         return ModelRequest(
             prompt=rendered,
             messages=tuple(self._shown.messages),  # events keep it, and the list grows
-            output_type=self._output_type,
+            output_type=self._requested_type,
             timeout=None if deadline is None else deadline.remaining(),
             on_text=None if self._on_event is None else self._emit_text,
             session=self._session,
@@ -689,9 +717,18 @@ class Run:
             tracker.record(usage, self._price)
             tracker.check()
 
+    def _chosen(self, rendered: RenderedPrompt) -> RenderedPrompt:
+        """Return the prompt with the tools that the run offers."""
+        wanted = self._config.tools
+        if wanted is None:
+            return rendered
+        if self._filtered is None or self._filtered[0] is not rendered:
+            self._filtered = rendered, rendered.only(wanted)
+        return self._filtered[1]
+
     def _render(self) -> None:
         """Render the prompt for the session's present state."""
-        rendered = self._prompt.render(self._session)
+        rendered = self._chosen(self._prompt.render(self._session))
         if rendered is self._rendered and self._offers_rest == self._shown.has_shortened:
             return
         self._rendered = rendered
@@ -820,6 +857,11 @@ class Run:
                 deadline.check()
 
     async def _complete(self, request: ModelRequest) -> ModelTurn:
+        if requests_refused and self._model.asks_provider:
+            raise ProviderRejected(
+                f"a test asked the model {self._model.name!r}, and no_model_requests() refuses "
+                "that: use a ScriptedAdapter, a MadeUpAdapter or a recording"
+            )
         deadline = self._context.deadline
         if deadline is None or not self._model.needs_loop:
             return await self._model.complete(request)

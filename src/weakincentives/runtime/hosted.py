@@ -193,7 +193,7 @@ class OpenCall:
         # A retry, or the re-run of a call that joins others, would wait for work that is not done
         # again.
         tool = offer.tool.replace(
-            handler=self._work, strict=False, result_type=Any, retry=None, concurrent=False
+            handler=self._work, checked=False, result_type=Any, retry=None, concurrent=False
         )
         hosted = Offer.of(tool, offer.rules, offer.listeners)
         return replace(rendered, offers={**rendered.offers, name: hosted})

@@ -198,7 +198,7 @@ class OutcomeLedger:
 
     @classmethod
     def adopt(cls, path: str | os.PathLike[str]) -> tuple[str, ...]:
-        """Seal a file that an earlier version wrote, or that is damaged; returns what was lost.
+        """Seal a file that is damaged, or whose key is lost; returns what was lost.
 
         For a person who knows where the file comes from. Lines that cannot be read are only in
         the copy that is made next to it. No other process may be using the file.

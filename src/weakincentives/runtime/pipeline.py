@@ -85,7 +85,10 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             transaction.commit(answers.complete(transaction, result))
         except BaseException as error:  # the one place that undoes
             following = await undo(transaction, error)
-            if following is None and answers.raises_through(error):
+            if following is None and (
+                answers.raises_through(error)
+                or (transaction.context.debug and answers.is_bug(error))
+            ):
                 raise
         finally:
             end(transaction)

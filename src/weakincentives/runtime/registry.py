@@ -26,7 +26,7 @@ from weakincentives.prompt.policies import (
 )
 from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import Tool, ToolContext, refuse_missing_needs
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
 from weakincentives.runtime.tool_call import (
     aexecute_tool,
@@ -89,6 +89,8 @@ class ToolRegistry:
         namespace: For tools that are registered without one; names are also looked up in it.
         config: What tools find in ``context.config``.
         run_context: The ids of its calls.
+        strict: Whether arguments must have exactly the declared types, for every tool.
+        debug: Whether a handler's exception is raised to the caller, once the call is undone.
     """
 
     def __init__(
@@ -102,7 +104,11 @@ class ToolRegistry:
         namespace: str | None = None,
         config: Mapping[str, object] | None = None,
         run_context: RunContext | None = None,
+        strict: bool = True,
+        debug: bool = False,
     ) -> None:
+        self.strict = strict
+        self.debug = debug
         self.session = Session() if session is None else session
         self._config = dict(config or {})
         self.run_context = run_context
@@ -129,6 +135,11 @@ class ToolRegistry:
             self._check_policies()
         # Last: a registry that cannot be made leaves no directory open.
         self._resources = self._opened(workspace, resources)
+        try:
+            refuse_missing_needs(self.list(), self._resources, "the registry")
+        except BaseException:
+            self._closing.close()
+            raise
 
     @property
     def workspace(self) -> HostFilesystem:
@@ -175,7 +186,15 @@ class ToolRegistry:
         if not isinstance(tools, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"a registry takes a list of tools, got {tools!r}: write [...]")
         space = self.namespace if namespace is None else _checked_namespace(namespace)
-        return self._add([_entry(tool, space) for tool in tools])
+        if not self.strict:
+            tools = [
+                tool.replace(strict=False) if isinstance(tool, Tool) else tool  # pyright: ignore[reportUnnecessaryIsInstance]
+                for tool in tools
+            ]
+        entries = [_entry(tool, space) for tool in tools]
+        if hasattr(self, "_resources"):
+            refuse_missing_needs((each.tool for each in entries), self._resources, "the registry")
+        return self._add(entries)
 
     def _add(self, entries: list[_Entry]) -> tuple[AnyTool, ...]:
         with self._lock:
@@ -472,6 +491,7 @@ class ToolRegistry:
             rendered_prompt=RenderedPrompt("", self.list(), offers, listeners=listeners),
             run_context=self._ids,
             config=self._config,
+            debug=self.debug,
         )
 
     def _rules(self) -> tuple[AttachedPolicy, ...]:

@@ -245,7 +245,7 @@ class SavedSession:
 
     @staticmethod
     def adopt(path: str | Path) -> int:
-        """Seal a file that is damaged or from an earlier version; returns the number of lines lost.
+        """Seal a file that is damaged or whose key is lost; returns the number of lines lost.
 
         Only for files of known origin: resuming a run loads code that the file names. Lines after
         an unreadable one are left out; a copy of the whole file stays next to it.
@@ -457,10 +457,9 @@ class SavedSession:
         For a session that is resumed, before anything else is done with it. A call that was
         committed gets its record, with the answer that it gave, and is not re-run.
 
-        A commit without what the session needs, such as that of an earlier version, is undone, and
-        its call will be re-run. One that took effect outside is not re-run: it gets its answer
-        from the ledger, by default the workspace's own. If neither is possible, it is recorded as
-        unknown.
+        A commit without what the session needs is undone, and its call will be re-run. One that
+        took effect outside is not re-run: it gets its answer from the ledger, by default the
+        workspace's own. If neither is possible, it is recorded as unknown.
         """
         from weakincentives.runtime.recovery import redo_missing, unsaved_commits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -46,37 +47,58 @@ _ATTEMPTS = 5
 
 
 @overload
-def parse(target: type[T], data: object, *, extra: Extra = "forbid") -> T: ...
+def parse(target: type[T], data: object, *, extra: Extra = "forbid", strict: bool = True) -> T: ...
 @overload
-def parse(target: object, data: object, *, extra: Extra = "forbid") -> Any: ...
-def parse(target: Any, data: object, *, extra: Extra = "forbid") -> Any:
+def parse(target: object, data: object, *, extra: Extra = "forbid", strict: bool = True) -> Any: ...
+def parse(target: Any, data: object, *, extra: Extra = "forbid", strict: bool = True) -> Any:
     """Return ``data`` as a value of the type ``target``, or raise a ParseError with every problem.
 
     ``str`` and ``bytes`` are always JSON text; other data is read as its JSON form. Nothing is
-    converted: ``"10"``, ``3.0`` and ``True`` are not an ``int``. An instance of a dataclass
-    ``target`` comes back as it is. Values for fields with ``init=False`` are ignored, since the
-    class computes them. Errors of ``__post_init__`` other than ValueError and AssertionError are
-    bugs, and pass through.
+    converted: ``"10"``, ``3.0`` and ``True`` are not an ``int``, unless ``strict=False``.
+    An instance of a dataclass ``target`` comes back as it is. Values for fields with ``init=False``
+    are ignored, since the class computes them. Errors of ``__post_init__`` other than ValueError
+    and AssertionError are bugs, and pass through.
     """
-    return validator_for(target, extra)(data)
+    return validator_for(target, extra, strict)(data)
 
 
 # Bounded, because classes can be made on the fly. Weak keys are slower to look up, and an alias
 # such as Box[int] lives no longer than the call.
 @lru_cache(maxsize=1024)
-def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], Any]:
+def validator_for(
+    target: Any, extra: Extra = "forbid", strict: bool = True
+) -> Callable[[object], Any]:
     """Return the function that ``parse`` calls for ``target``."""
     if target is None or target is type(None):
-        return partial(_parse_none, validator_for(NoArguments | None, extra))
+        return partial(_parse_none, validator_for(NoArguments | None, extra, strict))
+    if target is dict:
+        return _parse_object
+    return _compiled(target, extra, strict)
 
+
+def _parse_object(data: object) -> Any:
+    """Return any JSON object, without pydantic as long as it is one."""
+    if type(data) is dict:
+        try:
+            text = json.dumps(cast("object", data), ensure_ascii=False, allow_nan=False)
+            text.encode()  # not all text is Unicode
+            return json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            pass  # which pydantic explains, or can write
+    return _compiled(dict, "forbid", True)(cast("object", data))
+
+
+@lru_cache(maxsize=1024)
+def _compiled(target: Any, extra: Extra, strict: bool) -> Callable[[object], Any]:
     from pydantic_core import SchemaValidator, ValidationError, to_json
 
     from weakincentives.serde import problems
 
-    adapter = adapter_for(target, extra)
+    adapter = adapter_for(target, extra, strict=strict)
     core = problems.prepared(cast("problems.Node", adapter.core_schema))
     name = _name(target)
-    validate = SchemaValidator(cast("Any", core), cast("Any", _core_config(extra))).validate_json
+    config = _core_config(extra, strict)
+    validate = SchemaValidator(cast("Any", core), cast("Any", config)).validate_json
     write = partial(to_json, bytes_mode="base64", inf_nan_mode="constants", fallback=_plain)
     itself = target if _is_dataclass_type(target) else ()
 
@@ -149,7 +171,7 @@ def dump(value: object) -> Any:
 
 @lru_cache(maxsize=1024)
 def adapter_for(
-    target: Any, extra: Extra = "forbid", *, describe: bool = False
+    target: Any, extra: Extra = "forbid", *, describe: bool = False, strict: bool = True
 ) -> TypeAdapter[Any]:
     """Return pydantic's adapter for ``target``; a TypeError names an unsupported type.
 
@@ -163,7 +185,7 @@ def adapter_for(
     )
 
     config = ConfigDict(
-        strict=True,
+        strict=strict,
         extra=extra,
         allow_inf_nan=False,
         use_attribute_docstrings=describe,
@@ -202,10 +224,10 @@ def adapter_for(
         raise TypeError(f"{_name(target)}: {error.message}") from error
 
 
-def _core_config(extra: Extra) -> dict[str, object]:
+def _core_config(extra: Extra, strict: bool) -> dict[str, object]:
     # Dataclasses have this already; it is for types around them, as in list[Out].
     return {
-        "strict": True,
+        "strict": strict,
         "extra_fields_behavior": extra,
         "allow_inf_nan": False,
         "val_json_bytes": "base64",

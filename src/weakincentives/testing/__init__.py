@@ -8,7 +8,8 @@
 Call a handler with such a context to test its logic. Call the ``Tool`` to test what a model sees,
 with validation, rollback and the record in the session. Report reads and writes to a ``History`` to
 test that concurrent calls come out as if they had run one after the other. Run ``adapter_cases``
-over your own adapter to test that it keeps an agent's promises.
+over your own adapter to test that it keeps an agent's promises, and ``resource_cases`` over your
+own resource to test that it is rolled back.
 """
 
 from typing import TYPE_CHECKING
@@ -31,3 +32,8 @@ if TYPE_CHECKING:
     from weakincentives.testing.contexts import make_vfs as make_vfs
     from weakincentives.testing.history import Anomaly as Anomaly
     from weakincentives.testing.history import History as History
+    from weakincentives.testing.models import MadeUpAdapter as MadeUpAdapter
+    from weakincentives.testing.models import made_up as made_up
+    from weakincentives.testing.models import no_model_requests as no_model_requests
+    from weakincentives.testing.resources import ResourceCase as ResourceCase
+    from weakincentives.testing.resources import resource_cases as resource_cases

@@ -30,7 +30,7 @@ from weakincentives.prompt import PolicyDecision
 from weakincentives.runtime import Session, tool_transaction
 
 WAIT = 60
-HEAVY = bool(os.environ.get("WINK_HEAVY"))
+ROUNDS = 1000 if os.environ.get("WINK_THOROUGH") else 25 if os.environ.get("WINK_HEAVY") else 2
 SCHEMA = (
     "CREATE TABLE invoice (number INTEGER PRIMARY KEY, total INTEGER)",
     "CREATE TABLE line (number INTEGER REFERENCES invoice DEFERRABLE INITIALLY DEFERRED)",
@@ -587,7 +587,7 @@ def many(world: World, rounds: int, threads: int = 40, start: int = 0) -> None:
 
 
 def test_forty_threads_on_one_database_leave_exactly_what_was_committed(world: World):
-    rounds = int(os.environ.get("WINK_DATABASE_ROUNDS", "2"))
+    rounds = ROUNDS
     many(world, rounds)
     assert world.numbers() == list(range(0, 40 * rounds, 2))
 
@@ -604,7 +604,7 @@ def in_process(url: str, start: int, rounds: int) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("world", ["sqlite", "sql-postgres"], indirect=True)
 def test_four_processes_on_one_database_lose_no_update(world: World):
-    rounds = int(os.environ.get("WINK_DATABASE_ROUNDS", "2"))
+    rounds = ROUNDS
     url = world.engine.url.render_as_string(hide_password=False)
     context = multiprocessing.get_context("spawn")
     children = [

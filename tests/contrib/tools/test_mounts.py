@@ -215,7 +215,9 @@ def test_without_pathspec_it_is_said_what_to_install(
     put(tmp_path, {".gitignore": "a\n"})
     monkeypatch.setitem(sys.modules, "pathspec", None)
 
-    with pytest.raises(MissingExtra, match=r"pathspec is not installed.*wink-runtime\[files\]"):
+    with pytest.raises(
+        MissingExtra, match=r"pathspec is not installed; run: pip install .*\[files\]"
+    ):
         mounted(tmp_path)
     assert taken(mounted(tmp_path, gitignore=False)) == (".gitignore",)
 

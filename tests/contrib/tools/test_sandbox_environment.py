@@ -48,7 +48,7 @@ class Project:
         self.root.mkdir()
         self.home.mkdir()
         self.variables = {"HOME": str(self.home), "PATH": "/usr/bin:/bin"}
-        self.store = place / ".project.wink"
+        self.store = place / "store"
 
     def seen(self, **settings: object) -> ProjectEnvironment:
         return project_environment(
@@ -199,8 +199,10 @@ def test_settings_apply_in_the_sandbox(box: Box, tmp_path: Path, monkeypatch: py
 def test_our_state_stays_hidden_in_what_is_read(box: Box, tmp_path: Path):
     (tmp_path / "unrelated").write_text("seen")
     settings = SandboxSettings(engine=box.sandbox.name, read=(str(tmp_path),))
+    state = os.environ["XDG_STATE_HOME"]
 
-    done = usable(settings).run(box.files, f"cat {tmp_path}/unrelated; ls -A {box.files.store}")
+    script = f"cat {tmp_path}/unrelated; ls -A {state} {state}/wink {box.files.store}; true"
+    done = usable(settings).run(box.files, script)
 
     assert done.stdout == "seen"
     assert done.ok

@@ -104,7 +104,7 @@ from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.state import Seals
 Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
-with HostFilesystem(root) as fs:
+with HostFilesystem(root, store=root.parent / "store") as fs:
     script = "cd home/.state; ls -A wink; cat wink/key; cp -r wink copied; ls -A copied"
     script += "; cat /workspace/home/.state/wink/key"
     done = sandbox.run(fs, script, timeout=600)

@@ -23,7 +23,13 @@ from weakincentives.contrib.tools.outbound import (
     system_resolve,
 )
 from weakincentives.errors import MissingExtra, PageNotRead, ResourceError
-from weakincentives.programs import find_program, missing_program, reach_of_agents, safe_environment
+from weakincentives.programs import (
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_environment,
+    script_in_reach,
+)
 from weakincentives.prompt.contracts import (
     MemoryEffect,
     PermissionPrecondition,
@@ -226,6 +232,8 @@ class Browser:
             from playwright import async_api
 
             if self._playwright is None:
+                if why := _planted_driver():
+                    raise PageNotRead(why)
                 self._playwright = await async_api.async_playwright().start()
             try:
                 self._browser = await self._playwright.chromium.launch(
@@ -253,6 +261,16 @@ class Browser:
         if self._playwright is not None:
             await self._playwright.stop()
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _planted_driver() -> str | None:
+    """Return why Playwright's driver is not started: it takes its Node from our environment."""
+    node = os.environ.get("PLAYWRIGHT_NODEJS_PATH")
+    if node and find_program(node) is None:
+        return f"PLAYWRIGHT_NODEJS_PATH: {missing_program(node)}"
+    options = os.environ.get("NODE_OPTIONS", "").split()
+    why = script_in_reach("node", options, os.getcwd())
+    return None if why is None else f"NODE_OPTIONS: {why}"
 
 
 def _program(executable: str | None, playwright: async_api.Playwright) -> str | None:

@@ -49,7 +49,7 @@ from weakincentives.session import Snapshot, type_name
 _logger = get_logger(__name__)
 
 VERSION = 2
-"""Of the file. Version 1 had no seals."""
+"""Of the file."""
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 INHERITED = "inherited_calls"
 """In what a run says about itself: how many calls are of the run that it was forked from."""
