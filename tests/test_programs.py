@@ -620,7 +620,7 @@ _LOOKS_UP = {
 _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subprocess_exec"}
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
-    "cli/hook.py": {"shutil.which"},  # the same
+    "cli/start.py": {"shutil.which"},  # only says which agents there are
     "cli/setup.py": {"shutil.which"},  # puts manual pages beside it
     "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }

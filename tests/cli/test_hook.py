@@ -70,6 +70,40 @@ def calls(project: Path, **env: str) -> list[tuple[str, str, list[str]]]:
     return [(c["tool"], c["outcome"], [f["path"] for f in c["files"]]) for c in found]
 
 
+@pytest.mark.parametrize("agent", ["", "sub"])
+@pytest.mark.parametrize("tool", ["mcp__prod__drop", "WebFetch"])
+def test_a_running_tool_does_not_lift_the_rules(
+    claude: Claude, project: Path, tool: str, agent: str
+):
+    """When it has ended, what it did to them is undone: too late for what ran meanwhile."""
+    rules = project / "wink.toml"
+    rules.write_text('[policy]\ndeny = ["mcp__prod__*", "WebFetch"]\n')
+
+    claude.before("u1", "Bash", agent, command="rm wink.toml; sleep 9")
+    rules.unlink()
+    denied = [claude.before("u2", tool)]
+    rules.write_text("")
+    denied.append(claude.before("u3", tool))
+    claude.after("u1", "Bash", agent=agent, command="rm wink.toml; sleep 9")
+
+    for said in denied:
+        decision = said["hookSpecificOutput"]
+        assert decision["permissionDecision"] == "deny"
+        assert "wink.toml has changed while another tool" in decision["permissionDecisionReason"]
+    assert "mcp__prod__*" in rules.read_text()
+    said = claude.before("u4", tool)["hookSpecificOutput"]
+    assert "not allowed here" in said["permissionDecisionReason"]
+
+
+def test_a_rule_holds_for_a_tool_by_its_former_name(claude: Claude, project: Path):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["Task", "KillShell"]\n')
+
+    for number, name in enumerate(["Agent", "Task", "TaskStop", "KillBash"]):
+        said = claude.before(f"u{number}", name)["hookSpecificOutput"]
+        assert said["permissionDecision"] == "deny", name
+    assert claude.before("u9", "TodoWrite") == {}
+
+
 def test_what_a_tool_changed_is_one_call_that_can_be_undone(claude: Claude, project: Path):
     claude.before("u1", "Bash", command="make")
     (project / "a.txt").write_text("one\ntwo\n")

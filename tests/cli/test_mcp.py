@@ -306,7 +306,7 @@ def test_a_workspace_or_port_that_is_taken_is_told_in_one_line(workspace: Path, 
         where(running)
         assert run("-w", str(workspace)) == (
             2,
-            f"wink: {workspace} is in use by process {running.pid}: wait until it has ended, or "
+            f"wink: {workspace} is in use by process {running.pid}: wait for it to end, or "
             "stop it\n",
         )
         other = tmp_path / "other"

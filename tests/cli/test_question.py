@@ -62,7 +62,7 @@ def read_back(lines: Sequence[str]) -> dict[str, Any]:
         if label != "(its value)":
             name = json.loads(unspelled(label), strict=False) if label.startswith('"') else label
         if re.fullmatch(r"text, [\d,]+ lines?(, [\d,]+ characters)?", text):
-            value = unspelled(body).replace("\\\\", "\\") + ("\n" if has_end else "")
+            value = text_of(body) + ("\n" if has_end else "")
         else:
             is_block = re.fullmatch(r"JSON, [\d,]+ lines?", text)
             value = json.loads(unspelled(body if is_block else text), strict=False)
@@ -99,7 +99,14 @@ def unspelled(text: str) -> str:
     return re.sub(pattern, one, text)
 
 
+def text_of(shown: str) -> str:
+    """Return a text that is not shown as JSON."""
+    others = {"t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\(.)", lambda found: others[found[1]], unspelled(shown))
+
+
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.integers(40, 120))
+@example({"a": "\\t\t\n\r"}, 80)
 @example({"a": "x\n", "b": "x", "c": "x\ny", "d": "", "e": None, "f": False, "g": "false"}, 80)
 @example({"a": "echo hi" + " " * 5000 + "; rm -rf ~"}, 80)
 @example({"a": "x" * 500, "b": "\\s{80}" + " " * 80, "c": "\\x1b\x1b"}, 80)
@@ -274,6 +281,7 @@ def test_a_command_is_shown_as_a_command_without_what_is_as_always():
 @example("x" * 300, 60)
 @example("(2 lines):", 80)
 @example("a\\x1b\x1b" + " " * 50, 80)
+@example("\\t\t\r", 80)
 def test_a_command_can_be_told_from_what_is_shown(command: str, width: int):
     first, *rest = question(
         request({"command": command}, script="command"), width=width, height=None
@@ -289,7 +297,7 @@ def test_a_command_can_be_told_from_what_is_shown(command: str, width: int):
         else:
             lines.append(line[6:])
     assert all(cell_len(line) <= width and line.isprintable() for line in (first, *rest))
-    assert unspelled("\n".join(lines)).replace("\\\\", "\\") == command
+    assert text_of("\n".join(lines)) == command
 
 
 def test_arguments_with_their_default_are_known_from_the_schema():

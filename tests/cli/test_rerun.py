@@ -148,7 +148,7 @@ def test_another_model_and_a_message_begin_with_the_turn(wink: Wink, project: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["9"], "there is no call 9"),
+        (["9"], "no call 9 in the run"),
         (["2", "--set", "path"], "expected NAME=VALUE"),
         (["2", "--arguments", "["], "not JSON"),
         (["2", "--arguments", "[1]"], "expected a JSON object"),

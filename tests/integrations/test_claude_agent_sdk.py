@@ -531,7 +531,7 @@ def test_a_question_of_our_policies_is_asked_in_every_mode(play: Play, mode: Any
     )
 
     assert len(person.asked) == 4
-    assert 'command: "rm a.txt"' in person.asked[0][2].decision_reason
+    assert "$ rm a.txt" in person.asked[0][2].decision_reason
     assert play.tree() == {**AS_IT_WAS, "b.txt": "better\n", "notes.txt": "new\nbetter\n"}
     ended = [each for each in play.details() if each["outcome"] != "suspended"]
     assert [each["outcome"] for each in ended] == ["denied", *["committed"] * 3]
@@ -703,6 +703,24 @@ def test_the_tools_of_a_sub_agent_are_calls_too(play: Play):
 
     assert play.tree() == {**AS_IT_WAS, "a.txt": "sub\n"}
     assert play.records() == [("bash", "committed"), ("bash", "rolled back")]
+
+
+def test_a_policy_denies_a_tool_that_is_no_call_itself(play: Play):
+    class NoAgents:
+        def check(self, tool_name: str) -> str | None:
+            return "no agents today" if tool_name == "agent" else None
+
+    task = {"description": "Look", "prompt": "Look at it.", "subagent_type": "general-purpose"}
+
+    play(
+        uses(("Agent", task)),
+        uses(bash("echo sub > a.txt")),
+        native=None,
+        policies=[NoAgents()],
+    )
+
+    assert "no agents today" in play.answers()[0]
+    assert ("agent", "denied") in play.records()
 
 
 def test_sub_agents_at_the_same_time_change_files_one_at_a_time(play: Play):

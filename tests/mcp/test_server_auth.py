@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import weakincentives as wink
-from weakincentives.runtime import ToolInvoked, ToolRegistry
+from weakincentives.runtime import Session, ToolInvoked, ToolRegistry
 
 pytest.importorskip("mcp")
 
@@ -127,9 +127,9 @@ def who(*, context: wink.ToolContext) -> str:
 
 
 @asynccontextmanager
-async def guarded(tools: ToolRegistry) -> AsyncGenerator[tuple[str, Issuer]]:
+async def guarded(tools: ToolRegistry, **options: Any) -> AsyncGenerator[tuple[str, Issuer]]:
     """Serve tools, guarded by an issuer; yields the address and the issuer."""
-    with McpServer(tools) as server, listen() as port, listen() as other:
+    with McpServer(tools, **options) as server, listen() as port, listen() as other:
         issuer = Issuer(f"http://127.0.0.1:{other.getsockname()[1]}")
         url = f"http://127.0.0.1:{port.getsockname()[1]}{PATH}"
         auth = McpAuth(issuer=issuer.url, url=url, scopes=SCOPES)
@@ -260,9 +260,15 @@ def test_only_tokens_that_were_made_for_this_server_are_taken():
 
 
 def test_two_users_of_one_client_have_a_session_each():
+    """Also after a restart: what makes their sessions is told whose they are."""
+    made: dict[str, Session] = {}
+
+    def new_session(client: str) -> Session:
+        return made.setdefault(client, Session())
+
     async def work() -> None:
         tools = ToolRegistry([who])
-        async with guarded(tools) as (url, issuer):
+        async with guarded(tools, new_session=new_session) as (url, issuer):
             for subject in ("ann", "ben", "ann"):
                 token = issuer.token(aud=url, scope="tools", sub=subject)
                 headers = {"Authorization": f"Bearer {token}"}
@@ -271,9 +277,10 @@ def test_two_users_of_one_client_have_a_session_each():
                     Client(streamable_http_client(url, http_client=http)) as client,
                 ):
                     await client.call_tool("who")
-        assert len(tools.session[ToolInvoked]) == 2  # those of the first
 
     asyncio.run(work())
+
+    assert [len(session[ToolInvoked]) for session in made.values()] == [2, 1]
 
 
 def test_a_server_has_a_token_or_oauth_and_not_both():
@@ -283,5 +290,7 @@ def test_a_server_has_a_token_or_oauth_and_not_both():
     for options in ({}, {"token": "x", "auth": auth}):
         with pytest.raises(ValueError, match="needs a token, or OAuth, and not both"):
             http_app(server, host="127.0.0.1", **options)
+    with pytest.raises(ValueError, match="https"):
+        McpAuth(issuer="http://issuer.example", url="https://mcp.example/mcp")
     with pytest.raises(ValueError, match="absolute URL"):
         McpAuth(issuer="issuer.example", url="https://mcp.example/mcp")

@@ -636,3 +636,38 @@ def test_protected_paths_hold_for_resources_and_tools_alike(project: Path):
 
     with HostFilesystem(project) as files:
         assert use(workspace(files, ProtectedPathsPolicy(["src/**"])), work)
+
+
+@pytest.mark.heavy
+def test_a_long_command_reports_how_long_it_has_run(project: Path):
+    import os
+    import sys
+
+    from mcp import StdioServerParameters
+
+    from weakincentives.contrib.tools import find_sandbox
+    from weakincentives.errors import SandboxUnavailable
+
+    try:
+        find_sandbox()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    heard: list[Any] = []
+
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
+        heard.append((progress, message))
+
+    async def work() -> Any:
+        command = ["-m", "weakincentives.cli", "mcp", "--workspace", str(project)]
+        server = StdioServerParameters(
+            command=sys.executable, args=command, env=dict(os.environ), cwd=str(project)
+        )
+        arguments = {"command": "sleep 3", "timeout": 100.0}
+        async with asyncio.timeout(SECONDS), Client(server) as client:
+            return await client.call_tool("shell_execute", arguments, progress_callback=hear)
+
+    result = asyncio.run(work())
+
+    assert not result.is_error, text(result)
+    assert heard[0] == (1.0, "running for 1 s")
+    assert heard == sorted(heard)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -35,12 +36,16 @@ AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
 """Native tools that start a sub-agent."""
 NOT_CALLS = AGENTS | {
     *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
-    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
+    *("ExitPlanMode", "KillShell", "ListAgents", "ReportFindings", "ScheduleWakeup"),
     *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
     "ToolSearch",
 }
 """Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
 if the tool that starts it were a call, they would wait for its end."""
+FORMER = MappingProxyType(
+    {"Task": "Agent", "KillShell": "TaskStop", "KillBash": "TaskStop", "ListPeers": "ListAgents"}
+)
+"""Former names of native tools, each with the present one."""
 EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
 """Native tools that change one file."""
 PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}

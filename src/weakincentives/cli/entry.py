@@ -22,6 +22,9 @@ SECTIONS = {
         "hook run": "hook.run",
         "exec": "exec.exec_program",
         "mcp": "mcp.mcp",
+        "mcp install": "mcp_clients.install",
+        "mcp uninstall": "mcp_clients.uninstall",
+        "mcp inspect": "mcp_inspect.inspect",
     },
     "See and undo": {
         "log": "history.log",
@@ -242,10 +245,13 @@ def make_app(called: str = "") -> typer.Typer:
     chosen = {name: place for name, place in every.items() if name.split()[0] == called}
     for words, place in (chosen or every).items():
         group, _, name = words.rpartition(" ")
+        if group not in apps:  # a command that is a group, too
+            group, name = "", words
         module, _, function = place.partition(".")
         command = getattr(import_module(f"weakincentives.cli.{module}"), function)
         # What comes after the program's name is the program's.
-        context = {"allow_interspersed_args": False} if name == "exec" else None
+        takes_program = name in ("exec", "mcp inspect")
+        context = {"allow_interspersed_args": False} if takes_program else None
         add = apps[group].command(name, epilog=EPILOGS.get(command), context_settings=context)
         add(expanded(command))
     return app
@@ -261,6 +267,12 @@ def _in_sections() -> type[TyperGroup]:
                 if each.name in ("install_completion", "show_completion"):
                     each.hidden = True  # `wink setup` installs it
             super().format_options(ctx, formatter)
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            both = " ".join(args[:2])
+            if both in self.commands:
+                return both, self.commands[both], args[2:]
+            return super().resolve_command(ctx, args)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             for section, names in SECTIONS.items():

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
+    "wink mcp install cursor                             # in a client's settings; see its --help",
+    "wink mcp inspect https://example.com/mcp            # try a server by hand; see its --help",
     more="Several servers can work on one directory, and so can `wink run`: their calls take "
     "turns. --in-place keeps others out.",
 )

@@ -277,7 +277,7 @@ class _Agent:
         name, given = hook_input["tool_name"], hook_input["tool_input"]
         if use_id is None or name in NOT_CALLS:
             self._others.add(use_id or "")
-            return {}
+            return await self._govern(name, given, use_id, hook_input)
         try:
             if name.startswith(PREFIX):
                 return await self._check(name, given, use_id, hook_input)
@@ -289,6 +289,20 @@ class _Agent:
             check = self._check_of(use_id)
             if not check.done():
                 check.set_result(None)
+
+    async def _govern(self, name: str, given: Input, use_id: str | None, hook_input: Any) -> Any:
+        """Ask the policies about a tool that is no call: it changes nothing itself."""
+        tool = self._tool(name)
+        admission = await self._bridge.aadmit(tool, given, call_id=use_id)
+        if admission.request is not None:
+            answer = await self._ask(admission.request, name, given, use_id or "", hook_input)
+            answer = answer or Approval(False, reason="nobody can be asked: set can_use_tool")
+            if answer.approved is not True:
+                return await self._refuse(tool, given, use_id or "", answer)
+            admission = await self._bridge.aadmit(tool, given, call_id=use_id, approval=answer)
+        if admission.result is not None:
+            return _decision("deny", admission.result.message)
+        return {}
 
     def _check_of(self, use_id: str) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().create_future()
@@ -490,13 +504,13 @@ class _Agent:
 
     def _tool(self, name: str) -> AnyTool:
         """Return a tool of the program as one of ours."""
-        found = self._tools.get(name)
+        found, reads = self._tools.get(name), name in READING | NOT_CALLS
         if found is None:
             found = self._tools[name] = self._bridge.covering(
                 self._name(name),
                 f"{name}, a tool of the Claude program.",
-                reach="read" if name in READING else "reversible" if name in EDITING else None,
-                concurrent=name in READING,
+                reach="read" if reads else "reversible" if name in EDITING else None,
+                concurrent=reads,
                 preview=_preview if _is_native(name) else None,
             )
         return found

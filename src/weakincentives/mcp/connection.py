@@ -120,6 +120,16 @@ def as_server(server: object) -> Server:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AboutServer:
+    """What a server says of itself, and what it has besides tools, each with a description."""
+
+    title: str
+    instructions: str
+    resources: Sequence[tuple[str, str]]
+    prompts: Sequence[tuple[str, str]]
+
+
 class McpConnection:
     """A server's tools, for any thread and any event loop.
 
@@ -205,6 +215,29 @@ class McpConnection:
     def read(self, ask: Callable[[Client], Awaitable[T]]) -> T:
         """Ask the server for something, and wait: for code that runs on no loop."""
         return self._submit(lambda runner: runner.request(ask, None)).result()
+
+    def about(self) -> AboutServer:
+        """Return what the server says of itself, and what it has besides tools."""
+
+        async def found(client: Client) -> AboutServer:
+            named, has = client.server_info, client.server_capabilities
+            name = str(self.server) if named is None else f"{named.name} {named.version}".strip()
+            resources = [] if has.resources is None else await resources_of(client)
+            prompts = [] if has.prompts is None else await prompts_of(client)
+            return AboutServer(
+                f"{name}, protocol {client.protocol_version}",
+                client.instructions or "",
+                tuple((str(each.uri), each.description or each.name) for each in resources),
+                tuple(
+                    (
+                        f"{each.name}({', '.join(a.name for a in each.arguments or ())})",
+                        each.description or "",
+                    )
+                    for each in prompts
+                ),
+            )
+
+        return self.read(found)
 
     async def stop(self) -> None:
         """Kill the server; the next use starts it again."""
@@ -635,3 +668,25 @@ async def _listed(client: Client) -> tuple[types.Tool, ...]:
         if not cursor:
             return tuple(tools)
     raise McpServerError(f"it lists more than {_MAX_PAGES} pages of tools")
+
+
+async def resources_of(client: Client) -> list[types.Resource]:
+    """Return all resources of a server."""
+    return await _pages(lambda cursor: client.list_resources(cursor=cursor), "resources")
+
+
+async def prompts_of(client: Client) -> list[types.Prompt]:
+    """Return all prompts of a server."""
+    return await _pages(lambda cursor: client.list_prompts(cursor=cursor), "prompts")
+
+
+async def _pages(page: Callable[[str | None], Awaitable[Any]], part: str) -> list[Any]:
+    found: list[Any] = []
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        answer = await page(cursor)
+        found += getattr(answer, part)
+        cursor = answer.next_cursor
+        if not cursor:
+            return found
+    raise McpServerError(f"it lists more than {_MAX_PAGES} pages of {part}")

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from weakincentives.errors import McpServerError, PromptValidationError
-from weakincentives.mcp.connection import McpConnection, as_server
+from weakincentives.mcp.connection import McpConnection, as_server, prompts_of, resources_of
 from weakincentives.mcp.output import McpOutput, contents_of, parts_of
 from weakincentives.mcp.tools_section import McpToolsSection, lease_of
 from weakincentives.media import Media
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_PAGES = 100
 _MAX_LISTED = 100
 """Resources in the text of a section; a tool lists the others."""
 _OUTPUT_LIMIT = 100_000
@@ -90,7 +89,7 @@ class McpResourcesSection(_ServerSection):
         self._prefix, self._limit = prefix, output_limit
         name = self._connect(server, options)
         try:
-            self._listed = self._read(_resources)
+            self._listed = self._read(resources_of)
             self._included = [(uri, self._content(uri)) for uri in include]
             options.setdefault("title", f"Resources of {name}")
             options["tools"] = (*self._made_tools(), *options.get("tools", ()))
@@ -137,7 +136,7 @@ class McpResourcesSection(_ServerSection):
         ) -> ToolResult[McpOutput]:
             context.resources.find(self._lease)
             try:
-                listed = await self._connection.request(_resources)
+                listed = await self._connection.request(resources_of)
             except (MCPError, McpServerError) as error:
                 return ToolResult.error(str(error), code="EXECUTION_FAILED")
             return ToolResult.ok(McpOutput("\n".join(map(_line, listed)) or "none"))
@@ -189,7 +188,7 @@ class McpPromptSection(_ServerSection):
     ) -> None:
         self._connect(server, options)
         try:
-            known = {each.name: each for each in self._read(_prompts)}
+            known = {each.name: each for each in self._read(prompts_of)}
             if prompt not in known:
                 raise PromptValidationError(
                     f"the server has no prompt {prompt!r}; its prompts are {', '.join(known)}"
@@ -234,26 +233,6 @@ def _line(each: types.Resource) -> str:
     title = each.title or each.name
     about = f": {each.description}" if each.description else ""
     return f"- `{harmless(str(each.uri))}` {harmless(f'{title}{about}')[:500]}"
-
-
-async def _resources(client: Client) -> list[types.Resource]:
-    return await _pages(lambda cursor: client.list_resources(cursor=cursor), "resources")
-
-
-async def _prompts(client: Client) -> list[types.Prompt]:
-    return await _pages(lambda cursor: client.list_prompts(cursor=cursor), "prompts")
-
-
-async def _pages(page: Callable[[str | None], Awaitable[Any]], part: str) -> list[Any]:
-    found: list[Any] = []
-    cursor: str | None = None
-    for _ in range(_MAX_PAGES):
-        answer = await page(cursor)
-        found += getattr(answer, part)
-        cursor = answer.next_cursor
-        if not cursor:
-            break
-    return found
 
 
 _GUIDANCE = """\

@@ -45,7 +45,8 @@ class Reports:
     def __init__(self, request: ServerRequestContext) -> None:
         self.heart = Heartbeat(on_beat=self._beat)
         self._client, self._request_id = request.session, request.request_id
-        self._levels = _levels_of(request)
+        self._request = request
+        self._levels: AbstractSet[str] | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Progress | _Line] = deque(maxlen=_MOST_WAITING)
         self._reported = True  # the first beat is the runtime's own
@@ -59,6 +60,8 @@ class Reports:
         self._add(_Progress(message or None, done, total))
 
     def log(self, level: LogLevel, message: object, logger: str) -> None:
+        if self._levels is None:
+            self._levels = _levels_of(self._request)
         if level in self._levels:
             self._add(_Line(level, message, logger))
 
@@ -109,7 +112,8 @@ class Reports:
 
     async def end(self) -> None:
         """Wait for the last report: nothing may follow the answer."""
-        await asyncio.sleep(0)  # what other threads have left
+        if self._waiting:
+            self._begin_to_tell()
         if self._telling is not None:
             await self._telling
 

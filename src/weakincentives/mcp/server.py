@@ -127,8 +127,8 @@ class McpServer:
 
     Args:
         session: The session of the first client, or of all prompts where ``new_session`` is given.
-        new_session: Makes the session of a client by its name; by default a new one like
-            ``session``.
+        new_session: Makes the session of a client, who is known by its name and, with OAuth, by
+            whom its token is for; by default a new one like ``session``.
         time_limit: Seconds that a call may take.
         undo: Also offer ``undo``, ``history`` and ``checkpoint``.
         config: What tools find in ``context.config``. The client's name is ``context.agent_id``.
@@ -271,12 +271,13 @@ class McpServer:
             return known
         params = request.session.client_params
         name = "" if params is None else params.client_info.name
-        same = self._clients.setdefault((authenticated_principal(request) or "", name), [])
-        self._clients.move_to_end((authenticated_principal(request) or "", name))
+        key = name, authenticated_principal(request) or ""
+        same = self._clients.setdefault(key, [])
+        self._clients.move_to_end(key)
         lasts = connection.has_standalone_channel
         client = next((each for each in same if not (lasts and each.is_connected)), None)
         if client is None:
-            client = self._new_client(name)
+            client = self._new_client(" ".join(filter(None, key)))
             same.append(client)
             self._forget_clients()
         if lasts:
@@ -421,7 +422,7 @@ class McpServer:
 
     def _input_schema(self, name: str) -> Mapping[str, Any] | None:
         for client in (self._first, *self._all_clients):
-            offer = client.look().whole.offers.get(name)
+            offer = client.offered.whole.offers.get(name)
             if offer is not None:
                 return _definition(offer.tool).input_schema
         return None

@@ -54,6 +54,9 @@ class McpAuth:
         for name, address in (("issuer", self.issuer), ("url", self.url)):
             if not urlsplit(address).hostname:
                 raise ValueError(f"{name} must be an absolute URL, got {address!r}")
+        issuer = urlsplit(self.issuer)
+        if issuer.scheme != "https" and issuer.hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise ValueError(f"issuer must be an https URL, got {self.issuer!r}")
         if self.verifier is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "verifier", JwtVerifier(self.issuer, self.url))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -89,6 +88,11 @@ class ServedClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = _Order()
 
+    @property
+    def offered(self) -> Offered:
+        """What was offered last."""
+        return self._offered or self.look()
+
     def look(self) -> Offered:
         """Return what is offered now."""
         service, before = self._service, self._offered
@@ -128,58 +132,58 @@ class ServedClient:
     ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
         """Run a call; ``offer`` is that of a tool which is not among the offered ones."""
         client_call.set(made)
-        hidden = offer
-        if hidden is None:
-            offer = self.look().whole.offers.get(call.name)
-        async with self._turn(offer):
-            offered = self.look()
-            whole = offered.whole
-            if hidden is None:
-                offer = whole.offers.get(call.name)
-            else:
-                whole = replace(whole, offers={call.name: hidden})
-            limit = self._service.time_limit
-            deadline = None if limit is None else Deadline.after(limit, clock=self.session.clock)
-            client = made.client.client_params
-            name = "mcp" if client is None else client.client_info.name
-            context = offered.context.having(
-                rendered_prompt=whole,
-                deadline=deadline,
-                heartbeat=reports.heart,
-                run_context=self._service.ids.filled(agent_id=name),
-                on_report=reports.report,
-                caller=made,
-            )
-            if self.undo is not None:
-                self.undo.before(call, offer, context)
-            result = await self._result(call, context)
-            may_have_changed = offer is not None and offer.tool.reach != "read"
-            # Before the next call, but after the answer.
-            asyncio.get_running_loop().call_soon(
-                self._settle, call, result, settled, may_have_changed
-            )
-            tool = None if offer is None else offer.tool
-            text = result.render(
-                DEFAULT_MAX_RESULT_CHARS if tool is None else tool.max_result_chars
-            )
-            self._has_shortened = self._has_shortened or is_shortened(text)
+        known = self.offered.whole.offers.get(call.name) if offer is None else offer
+        if known is None or known.tool.reach == "read":
+            done = await self._run(call, made, reports, offer, settled)
+        else:
+            loop = asyncio.get_running_loop()
+            if loop is not self._loop:  # the order belongs to one loop
+                self._loop, self._order = loop, _Order()
+            order = self._order
+            await order.enter(alone=not known.may_run_concurrently)
+            try:
+                done = await self._run(call, made, reports, offer, settled)
+            finally:
+                order.leave()
         await reports.end()
-        return tool, result, text
+        return done
 
-    @asynccontextmanager
-    async def _turn(self, offer: Offer | None) -> AsyncGenerator[None]:
-        if offer is None or offer.tool.reach == "read":
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # the order belongs to one loop
-            self._loop, self._order = loop, _Order()
-        order = self._order
-        await order.enter(alone=not offer.may_run_concurrently)
-        try:
-            yield
-        finally:
-            order.leave()
+    async def _run(
+        self,
+        call: ToolCall,
+        made: ClientCall,
+        reports: Reports,
+        offer: Offer | None,
+        settled: Callable[[bool], object],
+    ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
+        offered, service = self.look(), self._service
+        whole = offered.whole
+        if offer is None:
+            offer = whole.offers.get(call.name)
+        else:
+            whole = replace(whole, offers={call.name: offer})
+        limit = service.time_limit
+        client = made.client.client_params
+        context = offered.context.having(
+            rendered_prompt=whole,
+            deadline=None if limit is None else Deadline.after(limit, clock=self.session.clock),
+            heartbeat=reports.heart,
+            run_context=service.ids.filled(
+                agent_id="mcp" if client is None else client.client_info.name
+            ),
+            on_report=reports.report,
+            caller=made,
+        )
+        if self.undo is not None:
+            self.undo.before(call, offer, context)
+        result = await self._result(call, context)
+        may_have_changed = result.success and offer is not None and offer.tool.reach != "read"
+        # Before the next call, but after the answer.
+        asyncio.get_running_loop().call_soon(self._settle, call, result, settled, may_have_changed)
+        tool = None if offer is None else offer.tool
+        text = result.render(DEFAULT_MAX_RESULT_CHARS if tool is None else tool.max_result_chars)
+        self._has_shortened = self._has_shortened or is_shortened(text)
+        return tool, result, text
 
     def _settle(
         self,
@@ -191,7 +195,7 @@ class ServedClient:
         if self.undo is not None:
             self.undo.after(call, result)
         self.look()
-        settled(may_have_changed and result.success)
+        settled(may_have_changed)
 
     async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
         try:

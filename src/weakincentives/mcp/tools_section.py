@@ -269,11 +269,15 @@ class McpToolsSection(Section[None]):
         return {name: self._pins.difference(tools[name]) for name in self._changed if name in tools}
 
     @property
+    def names(self) -> Mapping[str, str]:
+        """Our names of the tools that are offered, by the server's."""
+        offered = {tool.name for tool in self.tools}
+        return {theirs: ours for theirs, ours in self._names.items() if ours in offered}
+
+    @property
     def renamed(self) -> Mapping[str, str]:
         """The server's names of the tools that are offered under another one, by that name."""
-        offered = {tool.name for tool in self.tools}
-        names = {ours: theirs for theirs, ours in self._names.items() if ours != theirs}
-        return {ours: theirs for ours, theirs in names.items() if ours in offered}
+        return {ours: theirs for theirs, ours in self.names.items() if ours != theirs}
 
     def _follow(self, listed: Sequence[types.Tool], *, offer: bool) -> None:
         if self._listed is None or listed == self._listed:
@@ -368,7 +372,7 @@ class McpToolsSection(Section[None]):
             handler=handler,
             params_type=dict,
             result_type=Any,
-            strict=False,
+            checked=False,
             title=listed.title or "",
             reach=terms.reach,
             writes=terms.writes,

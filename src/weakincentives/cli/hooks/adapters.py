@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from weakincentives.adapters.claude_program import EDITING, NOT_CALLS, READING
+from weakincentives.adapters.claude_program import EDITING, FORMER, NOT_CALLS, READING
 from weakincentives.cli.common import Misuse, hint
 from weakincentives.cli.hooks.events import Event, Kind, Reply
 
@@ -46,6 +46,8 @@ class Adapter:
     """Tools that change nothing themselves, such as those that start a sub-agent."""
     others: frozenset[str] = frozenset()
     """More tools that a rule may name."""
+    former: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Former names of tools that a rule may have, each with the present one."""
     places: tuple[str, ...] = ("file_path",)
     """Arguments that name the file."""
     root_variable: str = ""
@@ -131,13 +133,14 @@ def _said(told: Told, *, failed: bool) -> str:
     """Return a tool's answer as text, shortened."""
     if failed:
         return f"It failed: {told.get('error', '')}"[:_SAID]
-    answer = told.get("tool_response")
+    answer = told.get("tool_response", told.get("tool_result"))
     if isinstance(answer, dict):
         fields = cast("dict[str, object]", answer)
         if "stdout" in fields:
             answer = f"{fields['stdout']}\n{fields.get('stderr', '')}".strip("\n")
-        elif isinstance(fields.get("llmContent"), str):
-            answer = fields["llmContent"]
+        for name in ("llmContent", "text_result_for_llm"):
+            if isinstance(fields.get(name), str):
+                answer = fields[name]
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return text[:_SAID]
 
@@ -156,7 +159,8 @@ ADAPTERS: Mapping[str, Adapter] = {
             editing=EDITING,
             reading=READING,
             not_calls=NOT_CALLS,
-            others=frozenset({"Bash"}),
+            others=frozenset({"Bash", "Monitor"}),
+            former=FORMER,
             places=("file_path", "notebook_path"),
             root_variable="CLAUDE_PROJECT_DIR",
             can_ask=True,
@@ -168,6 +172,16 @@ ADAPTERS: Mapping[str, Adapter] = {
             editing=frozenset(),
             reading=frozenset({"view_image", "web_search"}),
             others=frozenset({"Bash", "apply_patch"}),
+        ),
+        Adapter(
+            program="copilot",
+            title="Copilot CLI",
+            kinds=_CLAUDE,
+            editing=frozenset({"create", "edit"}),
+            reading=frozenset({"fetch_copilot_cli_documentation", "glob", "grep", "view"}),
+            not_calls=frozenset({"ask_user", "report_intent", "skill", "task", "update_todo"}),
+            others=frozenset({"bash"}),
+            places=("path",),
         ),
         Gemini(
             program="gemini",
@@ -194,6 +208,15 @@ ADAPTERS: Mapping[str, Adapter] = {
             not_calls=frozenset({"question", "skill", "task", "todoread", "todowrite"}),
             others=frozenset({"bash", "patch"}),
             places=("filePath",),
+        ),
+        Plugin(
+            program="pi",
+            title="pi",
+            kinds=_CLAUDE,
+            editing=frozenset({"edit", "write"}),
+            reading=frozenset({"find", "grep", "ls", "read"}),
+            others=frozenset({"bash"}),
+            places=("path",),
         ),
         Adapter(
             program="qwen",

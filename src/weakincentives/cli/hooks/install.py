@@ -7,20 +7,16 @@ import json
 import os
 import re
 import shlex
-import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import unified_diff
 from pathlib import Path
-from time import localtime, strftime
 from typing import Any, cast
 
-from weakincentives.cli.common import Misuse, echo
+from weakincentives.cli.common import Misuse
 from weakincentives.cli.hooks.adapters import Adapter
 from weakincentives.cli.hooks.recording import PATIENCE
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.cli.settings_files import Change, read_settings
 
 CLIENT = Path(__file__).with_name("client.py")
 PLUGINS = Path(__file__).with_name("plugins")
@@ -29,16 +25,6 @@ _OURS = re.compile(r"weakincentives[./]cli[/ ]hooks?[/ ](client\.py|run)")
 _FAILS_CLOSED = " || exit 2"
 """Only exit code 2 denies a tool: without us it must not run unrecorded."""
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Change:
-    """A file as it is and as it will be; None if it does not exist."""
-
-    path: Path
-    before: str | None
-    after: str | None
-    mode: int = 0o644
 
 
 def changes_to_install(adapter: Adapter) -> list[Change]:
@@ -51,38 +37,6 @@ def changes_to_uninstall(adapter: Adapter) -> list[Change]:
     return _changed(_without(each) for each in _INSTALLED[adapter.program](adapter))
 
 
-def show(changes: Sequence[Change]) -> None:
-    """Print the changes as a diff."""
-    for each in changes:
-        path = str(each.path)
-        lines = unified_diff(
-            (each.before or "").splitlines(),
-            (each.after or "").splitlines(),
-            path if each.before is not None else os.devnull,
-            path if each.after is not None else os.devnull,
-            lineterm="",
-        )
-        echo("\n".join(lines))
-
-
-def apply(changes: Sequence[Change]) -> None:
-    """Write the changes; what is replaced is copied first."""
-    for each in changes:
-        path = Path(os.path.realpath(each.path))  # settings may be links into another directory
-        if each.before is not None:
-            now = strftime("%Y%m%d-%H%M%S", localtime(SYSTEM_CLOCK.time()))
-            copy = path.with_name(f"{path.name}.before-wink-{now}")
-            if path.suffix in (".json", ".toml"):
-                _write(copy, each.before, stat.S_IMODE(path.stat().st_mode))
-                echo(f"The earlier file is kept as {copy}")
-        if each.after is None:
-            path.unlink()
-        else:
-            mode = stat.S_IMODE(path.stat().st_mode) if each.before is not None else each.mode
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, each.after, mode)
-
-
 def hook_command(adapter: Adapter, *, fails_closed: bool = False) -> str:
     """Return the command that records an event, from any directory and with any PATH."""
     words = [sys.executable, "-I", "-S", str(CLIENT), adapter.program]
@@ -93,27 +47,11 @@ def _changed(wanted: Iterator[Change] | Sequence[Change]) -> list[Change]:
     return [each for each in wanted if each.after != each.before]
 
 
-def _write(path: Path, text: str, mode: int) -> None:
-    staged = path.with_name(f"{path.name}.wink-{os.getpid()}")
-    staged.write_text(text)
-    staged.chmod(mode)
-    os.replace(staged, path)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError as error:
-        raise Misuse(f"{path} is not text: {error}") from error
-
-
 # Settings in JSON
 
 
 def _settings(path: Path) -> tuple[str | None, Json]:
-    text = _text(path)
+    text = read_settings(path)
     try:
         found: object = json.loads(text) if text and text.strip() else {}
     except ValueError as error:
@@ -189,7 +127,7 @@ def _home(variable: str, otherwise: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / otherwise)
 
 
-def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json]:
+def matchers_of(adapter: Adapter, patience: int = PATIENCE, **more: object) -> dict[str, Json]:
     """Return our hook for each event, as Claude Code and its likes want them."""
     found: dict[str, Json] = {}
     for event, kind in adapter.kinds.items():
@@ -202,17 +140,17 @@ def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json
 
 def _claude(adapter: Adapter) -> Iterator[Change]:
     place = _home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _gemini(adapter: Adapter) -> Iterator[Change]:
     place = _home("GEMINI_CLI_HOME", "") / ".gemini" / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE * 1000, name="wink"))
+    yield _merged(place, matchers_of(adapter, PATIENCE * 1000, name="wink"))
 
 
 def _qwen(adapter: Adapter) -> Iterator[Change]:
     place = _home("QWEN_HOME", ".qwen") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _codex(adapter: Adapter) -> Iterator[Change]:
@@ -220,13 +158,13 @@ def _codex(adapter: Adapter) -> Iterator[Change]:
     home = _home("CODEX_HOME", ".codex")
     if "CODEX_HOME" in os.environ:
         home = Path(os.path.realpath(home))  # as Codex does
-    matchers = _matchers(adapter, PATIENCE)
+    matchers = matchers_of(adapter)
     for event in ("Interrupt", "SessionEnd"):
         matchers[event]["hooks"][0]["timeout"] = 3  # at most
     hooks = _merged(home / "hooks.json", matchers)
     yield hooks
     assert hooks.after is not None
-    before = _text(home / "config.toml")
+    before = read_settings(home / "config.toml")
     text = _without_trust(before or "", hooks.path)
     added = "".join(
         f'\n[hooks.state.{json.dumps(key)}]\ntrusted_hash = "{digest}"\n'
@@ -263,7 +201,7 @@ _CODEX_UNMATCHED = frozenset({"UserPromptSubmit", "Stop", "Interrupt"})
 
 def _without_trust(text: str, hooks: Path) -> str:
     """Return Codex's settings without what they say of our hooks."""
-    found = _text(hooks)
+    found = read_settings(hooks)
     if found is None:
         return text
     names = [key for key, _ in _trusted(hooks, json.loads(found).get("hooks", {}))]
@@ -274,22 +212,34 @@ def _without_trust(text: str, hooks: Path) -> str:
     return text
 
 
+def _copilot(adapter: Adapter) -> Iterator[Change]:
+    place = _home("COPILOT_HOME", ".copilot") / "hooks" / "wink.json"
+    yield _merged(place, matchers_of(adapter), {"version": 1})
+
+
 def _opencode(adapter: Adapter) -> Iterator[Change]:
     home = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     yield _plugin(adapter, home / "plugins" / "wink.js", "opencode.js")
+
+
+def _pi(adapter: Adapter) -> Iterator[Change]:
+    home = _home("PI_CODING_AGENT_DIR", ".pi/agent")
+    yield _plugin(adapter, home / "extensions" / "wink.ts", "pi.ts")
 
 
 def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
     """Return a plug-in of ours, with the command in it."""
     words = [sys.executable, "-I", "-S", str(CLIENT), adapter.program]
     text = (PLUGINS / template).read_text().replace('["wink"]', json.dumps(words))
-    return Change(path, _text(path), text)
+    return Change(path, read_settings(path), text)
 
 
 _INSTALLED: Mapping[str, Callable[[Adapter], Iterator[Change]]] = {
     "claude": _claude,
     "codex": _codex,
+    "copilot": _copilot,
     "gemini": _gemini,
     "opencode": _opencode,
+    "pi": _pi,
     "qwen": _qwen,
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from weakincentives.adapters.claude_program import started_at
-from weakincentives.cli.common import INSIDE, Misuse, shortened
+from weakincentives.cli.common import FILE_NAME, INSIDE, Misuse, shortened
 from weakincentives.cli.hooks.adapters import Adapter
 from weakincentives.cli.hooks.events import ENDS, Event, Reply
 from weakincentives.clock import SYSTEM_CLOCK
@@ -110,6 +110,8 @@ class _Use:
     """The agent's process, and when it was started; None if that cannot be told."""
     is_over: bool = False
     """Whether it seems to have been cancelled: what it had changed is in a call already."""
+    rules: str = ""
+    """A digest of the rules under which it began."""
 
 
 class _Hooked:
@@ -127,6 +129,7 @@ class _Hooked:
         self._root = root
         self._is_call = event.tool not in adapter.not_calls
         self._reads = event.tool in adapter.reading or not self._is_call
+        self._rules = _digest_of_rules(root)
         settings = load_settings(root, suites=[], sections=[])
         self._settings = _by_wire_name(settings, event.tool, adapter)
         trust_of(settings.workspace).admit(self._settings)
@@ -141,6 +144,8 @@ class _Hooked:
         if kind != "before":
             finished = self._finished(_uses_in(self._root)).values()
             return any(kind in ENDS or not use.is_over for use in finished)
+        if self._is_under_other_rules(_uses_in(self._root)):
+            return True
         rules = self._settings.policy
         restricts = (rules.deny, rules.after, rules.quota, rules.rate, rules.use)
         return not self._reads or bool(self._settings.ask) or any(restricts)
@@ -172,11 +177,20 @@ class _Hooked:
 
     def before(self) -> None:
         """Ask the rules; note the files, unless another tool is under way."""
-        key = self._event.use or _fresh(self._event)
+        event, uses = self._event, _uses_in(self._root)
+        if self._is_under_other_rules(uses):
+            self._adopt(uses)  # what has ended may have changed them, and that is undone
+            self._save(uses)
+            if self._is_under_other_rules(uses) or _digest_of_rules(self._root) != self._rules:
+                self._reply.denial = (
+                    "wink.toml has changed while another tool was running: what holds can be told"
+                    " when that has ended. Try again then"
+                )
+                return
+        key = event.use or _fresh(event)
         self._admit(key)
         if self._reply.denial or self._reads:
             return
-        event, uses = self._event, _uses_in(self._root)
         self._adopt(uses)
         if all(use.is_over for use in uses.values()):
             self.files.note_files()
@@ -184,7 +198,7 @@ class _Hooked:
         now = SYSTEM_CLOCK.time()
         process = (event.process, started_at(event.process)) if event.process else None
         own = event.session, event.agent, event.turn, now, event.tool, params
-        use = _Use(*own, process)
+        use = _Use(*own, process, rules=self._rules)
         self._save({**uses, key: use})
 
     def stop(self) -> None:
@@ -210,6 +224,10 @@ class _Hooked:
             self.files.note_files()
         else:
             self.files.forget_note()
+
+    def _is_under_other_rules(self, uses: Mapping[str, _Use]) -> bool:
+        """Tell whether the rules have changed since a tool began that is still running."""
+        return any(not use.is_over and use.rules != self._rules for use in uses.values())
 
     def _finished(self, uses: Mapping[str, _Use]) -> dict[str, _Use]:
         """Return the tools that this event shows not to run any more, or that began long ago."""
@@ -459,11 +477,16 @@ def _by_wire_name(settings: Settings, tool: str, adapter: Adapter) -> Settings:
     from weakincentives.cli.common import hint
     from weakincentives.integrations.bridge import wire_name
 
-    full, own = _folded(tool), wire_name(tool)
+    former = {_folded(old): _folded(new) for old, new in adapter.former.items()}
+
+    def now(name: str) -> str:
+        return former.get(_folded(name), _folded(name))
+
+    full, own = now(tool), wire_name(tool)
     native = {_folded(each): each for each in adapter.tools}
 
     def wire(name: str) -> str:
-        text = _folded(name)
+        text = now(name)
         if text == full:
             return own  # which is cut if it is long
         near = "" if text in native or _GLOB.search(text) else hint(text, native, cutoff=0.75)
@@ -472,7 +495,8 @@ def _by_wire_name(settings: Settings, tool: str, adapter: Adapter) -> Settings:
         return text
 
     def denied(name: str) -> str:
-        return own if fnmatchcase(full, _folded(name)) else wire(name)
+        spelled = {full, _folded(tool)}
+        return own if any(fnmatchcase(each, now(name)) for each in spelled) else wire(name)
 
     rules = settings.policy
     policy = rules.model_copy(
@@ -486,6 +510,13 @@ def _by_wire_name(settings: Settings, tool: str, adapter: Adapter) -> Settings:
     approve = tuple(each.model_copy(update={"tool": wire(each.tool)}) for each in settings.approve)
     ask = tuple(map(wire, settings.ask))
     return settings.model_copy(update={"policy": policy, "ask": ask, "approve": approve})
+
+
+def _digest_of_rules(root: Path) -> str:
+    try:
+        return hashlib.sha256((root / FILE_NAME).read_bytes()).hexdigest()
+    except OSError:
+        return "none"
 
 
 _GLOB = re.compile(r"[*?\[]")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -313,16 +315,17 @@ class PodmanSandboxSection(WorkspaceSection):
             raise ToolValidationError(
                 f"Commands need a workspace in a directory, not a {type(files).__name__}"
             )
-        return self._usable().run(
-            files,
-            argv,
-            cwd=cwd,
-            env=env,
-            stdin=stdin,
-            timeout=self._seconds(params),
-            output_limit=self.config.output_limit,
-            real_path=not self._is_own,
-        )
+        with _reporting(context, self._seconds(params)):
+            return self._usable().run(
+                files,
+                argv,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                timeout=self._seconds(params),
+                output_limit=self.config.output_limit,
+                real_path=not self._is_own,
+            )
 
     def _usable(self) -> Sandbox:
         try:
@@ -461,3 +464,26 @@ _EXAMPLE = ToolExample(
     input=ShellExecuteParams(command="python3 -m unittest tests.test_parser"),
     output=CommandOutput(exit_code=0, stderr="Ran 4 tests in 0.002s\n\nOK\n"),
 )
+
+
+@contextmanager
+def _reporting(context: ToolContext, limit: float) -> Generator[None]:
+    """Report every second how long a command has run, of the time it may take."""
+    if context.on_report is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def report() -> None:
+        seconds = 0
+        while not ended.wait(1.0):
+            seconds += 1
+            context.report(f"running for {seconds} s", done=seconds, total=limit)
+
+    thread = threading.Thread(target=report, name="wink-command-reports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,45 @@
+"""Our use of servers, and what the protocol's own conformance suite says of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from suite import FROZEN, REVISIONS, checks, run
+
+pytest.importorskip("mcp")
+pytestmark = pytest.mark.heavy
+
+COMMAND = f"{sys.executable} {Path(__file__).parent / 'client.py'}"
+# The suite starts all clients of a run at once, and few processors share them.
+PATIENCE = ("--command", COMMAND, "--timeout", "1200000")
+# How many scenarios there are for a client: none may vanish.
+SCENARIOS = {"2025-03-26": 2, "2025-06-18": 5, "2025-11-25": 19, "2026-07-28": 33}
+REQUIRED = {"2025-11-25": 18, "2026-07-28": 32}
+# Extensions of the protocol that the SDK does not have either: tokens that are bound to a key
+# (SEP-1932), and workload identities as grants (SEP-1933). Nothing depends on them.
+EXTENSIONS_WITHOUT = {"auth/dpop", "auth/dpop-nonce", "auth/wif-jwt-bearer"}
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_every_scenario_of_a_revision_passes_and_none_is_hollow(revision: str, tmp_path: Path):
+    options = ("--suite", "all", "--spec-version", revision)
+    said = run("client", tmp_path, *PATIENCE, *options, seconds=1500)
+
+    passed = [line for line in said.splitlines() if line.startswith("✓ ")]
+    assert len(passed) == SCENARIOS[revision], said
+    weak = {(s, c["id"], c["status"]) for s, c in checks(tmp_path)}
+    assert {each for each in weak if each[2] not in ("SUCCESS", "INFO")} == set()
+
+
+@pytest.mark.parametrize("revision", FROZEN)
+def test_the_frozen_requirements_of_a_revision_hold(revision: str, tmp_path: Path):
+    said = run("client", tmp_path, *PATIENCE, "--requirements", revision, seconds=1500)
+
+    passed = {line.split()[1].rstrip(":") for line in said.splitlines() if line[:2] == "✓ "}
+    failed = {line.split()[1].rstrip(":") for line in said.splitlines() if line[:2] == "✗ "}
+    assert len(passed) >= REQUIRED[revision], said
+    assert failed == EXTENSIONS_WITHOUT, said
