@@ -25,7 +25,8 @@ share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
 limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
-CODING_AGENTS := @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4
+CODING_AGENTS := @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
+	@github/copilot@1.0.102 @earendil-works/pi-coding-agent@0.74.2
 
 .PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture
 .PHONY: environments servers agents ui clean integrations $(FRAMEWORKS)

@@ -87,6 +87,24 @@ AGENTS = {
             edit_tool="apply_patch",
         ),
         RealAgent(
+            name="copilot",
+            argv=("-p", "{prompt}", "--allow-all-tools", "--no-auto-update"),
+            env={
+                "COPILOT_PROVIDER_BASE_URL": f"{URL}/v1",
+                "COPILOT_PROVIDER_TYPE": "openai",
+                "COPILOT_PROVIDER_API_KEY": "x",
+                "COPILOT_MODEL": "scripted",
+                "COPILOT_OFFLINE": "true",
+            },
+            shell=lambda command: ("bash", {"command": command, "description": "-"}),
+            edit=lambda path, old, new: (
+                "edit",
+                {"path": path, "old_str": old, "new_str": new},
+            ),
+            shell_tool="bash",
+            edit_tool="edit",
+        ),
+        RealAgent(
             name="gemini",
             argv=("-p", "{prompt}", "--yolo", "--skip-trust", "-m", "gemini-2.5-flash"),
             env={"GEMINI_API_KEY": "x", "GOOGLE_GEMINI_BASE_URL": URL},
@@ -124,6 +142,30 @@ AGENTS = {
             edit=lambda path, old, new: (
                 "edit",
                 {"filePath": path, "oldString": old, "newString": new},
+            ),
+            shell_tool="bash",
+            edit_tool="edit",
+        ),
+        RealAgent(
+            name="pi",
+            argv=("-p", "--provider", "loop", "--model", "scripted", "{prompt}"),
+            env={"PI_OFFLINE": "1"},
+            files={
+                ".pi/agent/models.json": {
+                    "providers": {
+                        "loop": {
+                            "baseUrl": f"{URL}/v1",
+                            "api": "openai-completions",
+                            "apiKey": "x",
+                            "models": [{"id": "scripted"}],
+                        }
+                    }
+                }
+            },
+            shell=lambda command: ("bash", {"command": command}),
+            edit=lambda path, old, new: (
+                "edit",
+                {"path": path, "edits": [{"oldText": old, "newText": new}]},
             ),
             shell_tool="bash",
             edit_tool="edit",

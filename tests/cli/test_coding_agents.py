@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_agents import AGENTS, RealAgent, Running
-from terminal import wink
+from terminal import WINK, wink
 
 pytestmark = pytest.mark.heavy
 
@@ -151,7 +152,11 @@ def test_a_person_can_undo_while_it_works(agent: Running, project: Path, tmp_pat
 def test_without_wink_it_runs_no_tool(agent: Running, project: Path, tmp_path: Path):
     """What would not be recorded does not run."""
     for path in agent.home.rglob("*"):
-        if path.is_file() and path.suffix in (".json", ".js") and "client.py" in path.read_text():
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".js", ".ts")
+            and "client.py" in path.read_text()
+        ):
             text = path.read_text()
             path.write_text(text.replace("client.py", "gone.py"))
             if agent.agent.name == "codex":
@@ -162,6 +167,40 @@ def test_without_wink_it_runs_no_tool(agent: Running, project: Path, tmp_path: P
         process.communicate(timeout=120)
 
     assert (project / "src" / "a.py").exists()
+
+
+def alone(agent: Running, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `wink`, and what it starts, where no network can be reached."""
+    return subprocess.run(
+        ["unshare", "--net", *WINK, *words], cwd=agent.project, env=agent.env,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_plug_in_for_claude_code_records_and_undoes(project: Path, tmp_path: Path):
+    before = tree(project)
+    agent = Running(AGENTS["claude"], project, tmp_path / "home")
+    wink("hook", "install", "claude", cwd=project, env=agent.env)
+    installed = alone(agent, "hook", "install", "claude", "--plugin")
+    assert installed.returncode == 0, installed.stderr
+    settings = json.loads((agent.home / ".claude" / "settings.json").read_text())
+    agent.scripts["main"] = [[agent.agent.shell("rm -r src")], [agent.agent.shell("rm a.txt")]]
+    agent.run("clean up")
+
+    assert "hooks" not in settings
+    assert [files for _, _, files in calls(project)] == [
+        ["src/a.py", "src/deep/run", "src/link"],
+        ["a.txt"],
+    ]
+    agent.scripts["main"] = []
+    agent.run("/wink:undo 1")
+    after = tree(project)
+    assert {**after, "a.txt": before["a.txt"]} == before
+    assert "a.txt" not in after
+    removed = alone(agent, "hook", "uninstall", "claude")
+    assert "removed" in removed.stdout, removed.stderr
+    left = json.loads((agent.home / ".claude" / "settings.json").read_text())
+    assert not any(left.get("enabledPlugins", {}).values())
 
 
 def retrusted_agent(agent: RealAgent, argv: tuple[str, ...]) -> RealAgent:

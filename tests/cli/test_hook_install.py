@@ -16,8 +16,10 @@ from terminal import environment, wink
 SETTINGS = {
     "claude": ".claude/settings.json",
     "codex": ".codex/hooks.json",
+    "copilot": ".copilot/hooks/wink.json",
     "gemini": ".gemini/settings.json",
     "opencode": ".config/opencode/plugins/wink.js",
+    "pi": ".pi/agent/extensions/wink.ts",
     "qwen": ".qwen/settings.json",
 }
 IN_JSON = [name for name, path in SETTINGS.items() if path.endswith("settings.json")]

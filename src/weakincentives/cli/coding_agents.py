@@ -40,7 +40,7 @@ AGENTS: Mapping[str, CodingAgent] = {
     "gemini": CodingAgent(("@google/gemini-cli",)),
     "goose": CodingAgent(("@aaif/goose",)),
     "opencode": CodingAgent(("opencode-ai",)),
-    "pi": CodingAgent(("@mariozechner/pi-coding-agent",)),
+    "pi": CodingAgent(("@earendil-works/pi-coding-agent", "@mariozechner/pi-coding-agent")),
     "qwen": CodingAgent(("@qwen-code/qwen-code",)),
 }
 _NAMES = {name: program for program, agent in AGENTS.items() for name in (program, *agent.packages)}

@@ -10,9 +10,11 @@ import shlex
 import signal
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +28,11 @@ from weakincentives.filesystem.overlay import (
     Step,
     Way,
     find_way,
+    spread,
 )
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.tree import remove_tree
 from weakincentives.locks import undisturbed
 
 logger = logging.getLogger("weakincentives.filesystem")
@@ -41,6 +45,9 @@ POLL = 0.05
 
 # How many chunks of output to read after a command has ended.
 DRAINS = 64
+
+# How many empty layers wait for the next commands.
+LAYERS = 8
 
 # How much output goes into the error message of a command that had to succeed.
 SAID = 2000
@@ -253,6 +260,8 @@ class Commands:
         self._ended = threading.Condition()
         self._logged = False
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
+        self._empty: deque[tuple[int, Path]] = deque()
+        """Layers to use again, each with the process that may."""
 
     def way(self, workspace: Path) -> Way | str:
         """Return how to run a command over an overlay, or why that is not possible."""
@@ -264,18 +273,35 @@ class Commands:
 
     def begin(self, way: Way, workspace: Path) -> Overlay:
         """Return the overlay for one more command; the workspace must not change until its end."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._count("overlay", 1)
+        with contextlib.suppress(IndexError):
+            while True:
+                process, place = self._empty.popleft()
+                if process == os.getpid():
+                    return Overlay(place, workspace, way)
+        if not self._folder.exists():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            spread(self._folder)
         return Overlay(self._folder / os.urandom(8).hex(), workspace, way)
 
     def end(self, overlay: Overlay) -> None:
-        """Let the workspace change again; its layers are removed in the background."""
+        """Let the workspace change again; its layers are emptied in the background."""
         with undisturbed():
             self._count("overlay", -1)
             try:
-                self._sweeper.submit(_discard, overlay.place, overlay.discard)
+                self._sweeper.submit(self._put_back, overlay)
             except RuntimeError:  # an abandoned call ends its command after everything is closed
                 _discard(overlay.place, overlay.discard)
+
+    def _put_back(self, overlay: Overlay) -> None:
+        """Keep the layers of a command for another one, if they are as new."""
+        try:
+            if len(self._empty) < LAYERS and overlay.empty():
+                self._empty.append((os.getpid(), overlay.place))
+                return
+        except OSError as error:
+            logger.info("%s is not used again: %s", overlay.place, error)
+        _discard(overlay.place, overlay.discard)
 
     @contextlib.contextmanager
     def attached(self, command: Command, store: Store, workspace: Path) -> Generator[Started]:
@@ -327,6 +353,10 @@ class Commands:
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
         self._sweeper.shutdown()
+        while self._empty:
+            process, place = self._empty.popleft()
+            if process == os.getpid():
+                _discard(place, partial(remove_tree, place))
 
     def _count(self, engine: Engine, change: int) -> None:
         with self._ended:
@@ -425,8 +455,12 @@ def _run(
             except OSError as error:
                 raise _not_started(error.strerror) from error
             at_end.callback(process.end)
+            if overlay is not None:
+                overlay.holder = process
         running = Running(process.pid, None if overlay is None else overlay.upper)
         ending = _collect(process, (stdout, stderr), command.timeout, is_stopped)
+    if overlay is None:
+        process.released()
     if ending == "ended" and command.watch is not None:
         # Once more: what is watched for may have happened between two looks.
         why = command.watch(replace(running, ended=True))

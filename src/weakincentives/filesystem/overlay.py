@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -36,6 +38,7 @@ from weakincentives.filesystem.tree import (
     Held,
     Tree,
     mounted_below,
+    remove_path,
     remove_tree,
     set_xattrs,
     wait_until,
@@ -77,6 +80,10 @@ MOUNT = """
 shift 3
 """
 
+FEW = 100
+"""Entries of a layer that are removed one by one; one with more is removed as a whole."""
+
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, EXT4_TOPDIR = 0x8008_6601, 0x4008_6602, 0x2_0000
 CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
 
@@ -123,6 +130,10 @@ class Started(Protocol):
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
 
+    def released(self) -> bool:
+        """Wait until its mounts are gone, after its end; tell whether they are known to be."""
+        ...
+
 
 LIFELINE = "\0lifeline"
 """In the words of an attached program: the path of the pipe that ends when we do."""
@@ -155,10 +166,13 @@ class Process(Started):
         reading, writing = os.pipe()
         self._namespace = namespace
         self._attached = attached
+        self._starter = 0
+        """The thread that started it."""
         self._lifeline: int | None = writing
         output = None if attached else subprocess.PIPE
 
         def start() -> subprocess.Popen[bytes]:
+            self._starter = threading.get_native_id()
             if before is not None:
                 before()
             return subprocess.Popen(
@@ -233,6 +247,11 @@ class Process(Started):
             # The command killed the process that would have killed it.
             self._kill_now()
             self.popen.wait()
+
+    def released(self) -> bool:
+        # The thread that started it was in the same namespaces, and may just be ending.
+        starter = f"/proc/self/task/{self._starter}"
+        return self._namespace and wait_until(lambda: not os.path.exists(starter), PATIENCE)
 
     def _kill_now(self) -> None:
         if self._attached:
@@ -342,15 +361,17 @@ class Overlay:
         self.workspace = workspace
         self._way = way
         self._trees: list[Tree] = []
+        self._stdin = b""
+        self.holder: Started | None = None
+        """What has it mounted."""
 
     def prepare(self, stdin: bytes = b"") -> None:
-        """Make the directories; the upper one with the attributes of the workspace."""
-        self.place.mkdir(mode=0o700)
-        self.upper.mkdir(mode=0o700)
-        (self.place / "work").mkdir(mode=0o700)
-        # A name without colons or commas, whatever the workspace is called.
-        (self.place / "lower").symlink_to(self.workspace)
-        (self.place / "stdin").write_bytes(stdin)
+        """Make the directories, or use empty ones; the upper one has the workspace's attributes."""
+        self._stdin = stdin
+        with contextlib.suppress(FileExistsError):
+            self.place.mkdir(mode=0o700)
+            self.upper.mkdir(mode=0o700)
+            (self.place / "work").mkdir(mode=0o700)
         _take_after(self.upper, os.stat(self.workspace), self.workspace)
 
     def cover(self, look: Look, paths: AbstractSet[Parts], tree: Tree) -> None:
@@ -376,7 +397,11 @@ class Overlay:
         ``in_place`` mounts none: the command changes the workspace itself, but nothing that it
         starts outlives it.
         """
-        way, (_, options, _, _) = self._way, self.mount
+        way, lower = self._way, "staged:lower" if self.staged.exists() else "lower"
+        options = f"lowerdir={lower},{way.options}"
+        # A name without colons or commas, whatever the workspace is called.
+        (self.place / "lower").symlink_to(self.workspace)
+        (self.place / "stdin").write_bytes(self._stdin)
         wrapped = [way.unshare, "--mount", "--mount-proc"]
         inner = [str(directory), str(self.place)]
         script = (ATTACHED if attached else PIPED) + SCRIPT
@@ -406,13 +431,11 @@ class Overlay:
         )
 
     @property
-    def mount(self) -> tuple[str, str, str, bool]:
-        """How to mount it: from which directory, with which options and where, and whether only
-        the root of a user namespace may.
+    def mount(self) -> tuple[str, str, bool]:
+        """How to mount it: from which directory, with which options besides the lower layers, and
+        whether there is a staged one.
         """
-        lower = "staged:lower" if self.staged.exists() else "lower"
-        options = f"lowerdir={lower},{self._way.options}"
-        return str(self.place), options, str(self.workspace), self._way.owner is not None
+        return str(self.place), self._way.options, self.staged.exists()
 
     def _enter(self, options: str | None) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.
@@ -435,9 +458,29 @@ class Overlay:
         return (self.place / "started").exists()
 
     def discard(self) -> None:
+        self._close_trees()
+        remove_tree(self.place)
+
+    def empty(self) -> bool:
+        """Empty the layers for another command, once nothing uses them; tell whether they are."""
+        self._close_trees()
+        if self.holder is None or not self.holder.released():
+            return False
+        work = self.place / "work"
+        if len(os.listdir(self.upper)) > FEW:
+            return False
+        others = (each for each in self.place.iterdir() if each not in (self.upper, work))
+        for path in (*self.upper.iterdir(), *work.iterdir(), *others):
+            if path != work / "index" or os.listdir(path):
+                remove_path(path)
+        for name in os.listxattr(self.upper):
+            if not name.startswith("security."):
+                os.removexattr(self.upper, name)
+        return True
+
+    def _close_trees(self) -> None:
         while self._trees:
             self._trees.pop().close()
-        remove_tree(self.place)
 
     def steps(self, tree: Tree) -> list[Step]:
         """Return what turns the workspace into what the command saw, in the order to do it.
@@ -453,7 +496,7 @@ class Overlay:
         """Open a layer, if it exists, until all are discarded."""
         if not place.exists():
             return None
-        self._trees.append(Tree(place))
+        self._trees.append(Tree(place, resolved=True))
         return self._trees[-1]
 
 
@@ -553,8 +596,21 @@ def _finish(place: str, node: Node) -> None:
     os.utime(place, ns=(node.mtime_ns, node.mtime_ns), follow_symlinks=False)
 
 
+def spread(folder: Path) -> None:
+    """Let a new directory below this one have an area of the disk for itself, where it can.
+
+    ext4 does not use the number of a deleted file again for a minute, and passes over all of them
+    whenever it makes a file in the same area.
+    """
+    with contextlib.suppress(OSError), Held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        flags = bytearray(fcntl.ioctl(fd, FS_IOC_GETFLAGS, bytes(8)))
+        flags[2] |= EXT4_TOPDIR >> 16
+        fcntl.ioctl(fd, FS_IOC_SETFLAGS, bytes(flags))
+
+
 def _take_after(place: Path | str, status: os.stat_result, original: Path | str) -> None:
-    if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+    present = os.stat(place)
+    if (status.st_uid, status.st_gid) != (present.st_uid, present.st_gid):
         with contextlib.suppress(PermissionError):
             os.chown(place, status.st_uid, status.st_gid)
     shutil.copystat(original, place)
@@ -595,8 +651,9 @@ class _Reader:
         """The handle of each file that had several names before, by inode in the upper layer."""
         self._settled: set[int] = set()
         """The inodes of those whose content has its steps."""
-        self._pending: list[tuple[Parts, bool, Entry | None]] = []
-        """Paths to read, with whether the lower layer shows through; directories to leave."""
+        self._pending: list[tuple[Parts, bool, os.stat_result | Entry]] = []
+        """Paths to read with their status, and directories to leave with what they are; whether
+        the lower layer shows through."""
 
     def read(self) -> list[Step]:
         for name, status in () if self._index is None else self._index.scan(()):
@@ -606,10 +663,10 @@ class _Reader:
         # Not recursive: a command may nest directories deeper than Python's stack.
         while self._pending:
             parts, merged, own = self._pending.pop()
-            if own is not None:
+            if isinstance(own, Entry):
                 self._leave(parts, merged, own)
             else:
-                self._read_one(parts, merged)
+                self._read_one(parts, merged, own)
         return [*self._nameless(), *self._steps]
 
     def _lower(self, parts: Parts) -> Tree | None:
@@ -650,9 +707,9 @@ class _Reader:
         own = self._captured(self._upper, parts)
         assert own is not None
         self._pending.append((parts, merged, own._replace(mode=mode)))
-        for name in sorted(self._upper.names(parts), reverse=True):
+        for name, below in sorted(self._upper.scan(parts), key=itemgetter(0), reverse=True):
             if not name.startswith(TEMPORARY):  # the call's replaced files wait there
-                self._pending.append(((*parts, name), merged, None))
+                self._pending.append(((*parts, name), merged, below))
 
     def _leave(self, parts: Parts, merged: bool, own: Entry) -> None:
         if merged:
@@ -667,11 +724,9 @@ class _Reader:
                 return
         self._add(_attributes(parts, own))
 
-    def _read_one(self, parts: Parts, merged: bool) -> None:
+    def _read_one(self, parts: Parts, merged: bool, status: os.stat_result) -> None:
         tree = self._lower(parts) if merged else None
         below = None if tree is None else tree.status_if_reached(parts)
-        status = self._upper.status(parts)
-        assert status is not None
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFCHR and status.st_rdev == 0:  # a whiteout
             if below is not None:
@@ -689,28 +744,36 @@ class _Reader:
                 " devices, so all changes of the command are undone"
             )
         elif kind == stat.S_IFREG:
-            self._read_file(parts, tree, below)
+            self._read_file(parts, status, tree, below)
         elif tree is None or below is None or not self._is_same_link(parts, status, tree, below):
             self._move(parts, below)
 
-    def _read_file(self, parts: Parts, tree: Tree | None, below: os.stat_result | None) -> None:
+    def _read_file(
+        self, parts: Parts, status: os.stat_result, tree: Tree | None, below: os.stat_result | None
+    ) -> None:
+        if status.st_ino in self._handles:
+            own = self._captured(self._upper, parts)
+            assert own is not None
+            if self._is_linked(parts, own, below):
+                return
+        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
+        is_same = (
+            tree is not None
+            and below is not None
+            and status.st_nlink == 1
+            and stat.S_ISREG(below.st_mode)
+            and (status.st_size, status.st_mtime_ns) == (below.st_size, below.st_mtime_ns)
+            and self._has_same_bytes(parts, tree)
+        )
+        if tree is None or not is_same:
+            self._move(parts, below)
+            return
         own = self._captured(self._upper, parts)
         assert own is not None
-        if self._is_linked(parts, own, below):
-            return
-        if tree is None or own.links > 1 or not self._has_same_bytes(parts, own, tree, below):
-            self._move(parts, below)
-        elif not own.is_like(self._captured(tree, parts) or own):
+        if not own.is_like(self._captured(tree, parts) or own):
             self._add(_attributes(parts, own))
 
-    def _has_same_bytes(
-        self, parts: Parts, own: Entry, tree: Tree, below: os.stat_result | None
-    ) -> bool:
-        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
-        if below is None or not stat.S_ISREG(below.st_mode):
-            return False
-        if (own.size, own.mtime_ns) != (below.st_size, below.st_mtime_ns):
-            return False
+    def _has_same_bytes(self, parts: Parts, tree: Tree) -> bool:
         with Held(tree.open_file(parts)) as fd:
             return _holds(fd, self._upper, parts)
 
@@ -889,8 +952,10 @@ def _is_directory(status: os.stat_result | None) -> bool:
 def _scrub(path: str, prefix: str) -> None:
     """Remove the extended attributes that only the overlay needed."""
     names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(prefix)]
+    if not names:
+        return
     mode = os.lstat(path).st_mode
-    locked = bool(names) and os.geteuid() != 0 and not mode & 0o200
+    locked = os.geteuid() != 0 and not mode & 0o200
     if locked:
         os.chmod(path, mode | 0o200)
     for name in names:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import stat
 import struct
@@ -74,9 +75,9 @@ class Tree:
     :meth:`resolve` finds the one that is.
     """
 
-    def __init__(self, root: Path, *, openat2: bool = True) -> None:
-        self.path = Path(os.path.realpath(root))
-        named = Path(os.path.abspath(root))
+    def __init__(self, root: Path, *, openat2: bool = True, resolved: bool = False) -> None:
+        self.path = root if resolved else Path(os.path.realpath(root))
+        named = root if resolved else Path(os.path.abspath(root))
         self.spellings = tuple(dict.fromkeys((self.path.parts[1:], named.parts[1:])))
         """The paths of the root: as the system names it, and as the caller did."""
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
@@ -304,14 +305,20 @@ def _open_name(above: int, name: str, flags: int | None) -> int:
         return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
 
 
-def files_below(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of every file below a directory; what vanishes or is not readable is
-    skipped.
+def everything_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of everything below a directory, named as the system does; what vanishes
+    or is not readable is skipped.
     """
-    with contextlib.closing(Tree(folder)) as tree:
-        for _, status in tree.walk((), lenient=True):
-            if not stat.S_ISDIR(status.st_mode):
+    with contextlib.closing(Tree(folder, resolved=True)) as tree:
+        for parts, status in tree.walk((), lenient=True):
+            if parts:
                 yield status
+
+
+def files_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of every file below a directory, as :func:`everything_below` does."""
+    below = everything_below(Path(os.path.realpath(folder)))
+    return (status for status in below if not stat.S_ISDIR(status.st_mode))
 
 
 def remove_directory(above: int, name: str) -> None:
@@ -569,17 +576,71 @@ def _kind_of(entry: os.DirEntry[str]) -> NodeKind:
 def mounted_below(place: Path | str) -> str | None:
     """Return a mount point below a directory; None if there is none."""
     start = os.fsencode(place) + b"/"
-    try:
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in lines:
-        target = line.split(b" ", 5)[4]
-        if b"\\" in target:
-            target = target.decode("unicode_escape").encode("latin-1")
-        if target.startswith(start):
-            return os.fsdecode(target)
-    return None
+    return next((os.fsdecode(each) for each in _mounts.points() if each.startswith(start)), None)
+
+
+def mount_generation() -> int:
+    """Return a number that is another one once something was mounted or unmounted."""
+    return _mounts.generation()
+
+
+class _Mounts:
+    """The table of what is mounted where, read again when the kernel says that it has changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._changed = select.poll() if hasattr(select, "poll") else None
+        self._generation = 0
+        self._points: tuple[bytes, ...] | None = None
+
+    def generation(self) -> int:
+        with self._lock:
+            self._look()
+            return self._generation
+
+    def points(self) -> tuple[bytes, ...]:
+        """Return all mount points; none where the system has no such table."""
+        with self._lock:
+            self._look()
+            if self._points is None or self._fd is None:
+                self._points = self._read()
+            return self._points
+
+    def _look(self) -> None:
+        if self._fd is None:
+            with contextlib.suppress(OSError):
+                self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+                if self._changed is not None:
+                    self._changed.register(self._fd, select.POLLPRI)
+        elif self._changed is not None and not self._changed.poll(0):
+            return
+        self._generation += 1
+        self._points = None
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+        except FileNotFoundError:
+            return ()
+        targets = (line.split(b" ", 5)[4] for line in lines)
+        return tuple(
+            each.decode("unicode_escape").encode("latin-1") if b"\\" in each else each
+            for each in targets
+        )
+
+    def forget(self) -> None:
+        """Open the table anew: a forked child would take its parent's news away."""
+        self._lock = threading.Lock()
+        if self._fd is not None and self._changed is not None:
+            self._changed.unregister(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+
+_mounts = _Mounts()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mounts.forget)
 
 
 Mount = tuple[int, int]

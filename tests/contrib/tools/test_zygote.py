@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -62,6 +64,8 @@ def box(tmp_path: Path) -> Iterator[Box]:
         sandbox = find_sandbox("namespaces")
     except SandboxUnavailable as error:
         pytest.skip(str(error))
+    # The answer comes before the namespaces of the trial are torn down.
+    until(lambda: len(offspring() - before) == 1)
     [zygote] = offspring() - before
     (tmp_path / "work").mkdir()
     with HostFilesystem(tmp_path / "work") as files:
@@ -71,13 +75,16 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 def test_commands_one_after_the_other_need_no_new_process_and_cgroup(box: Box):
     before, groups = offspring(), cgroups_of(box.zygote)
+    assert box.run("true").ok
     open_files = len(os.listdir("/proc/self/fd"))
 
     for number in range(3):
         assert box.run(f"echo {number} >>a.txt").ok
     assert not box.run("echo no >>a.txt; false").ok
 
-    assert offspring() == before
+    # The next sandbox is armed: two processes.
+    until(lambda: len(offspring() - before) == 2)
+    assert before < offspring()
     assert cgroups_of(box.zygote) == groups
     until(lambda: len(os.listdir("/proc/self/fd")) <= open_files)
     assert box.files.read("a.txt") == "0\n1\n2\n"
@@ -224,3 +231,174 @@ files.close()
     assert program.returncode == 0
     assert (tmp_path / "other/a.txt").read_text() == "parent\nparent\n"
     assert (tmp_path / "other-of-child/a.txt").read_text() == "child\n"
+
+
+# Whoever is killed, at whatever step
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started, the oldest first."""
+    try:
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except FileNotFoundError:
+        return []
+
+
+def only(pids: list[int]) -> int:
+    assert len(pids) == 1
+    return pids[0]
+
+
+STEPS = """
+from weakincentives.errors import WinkError
+def attempt(command):
+    try:
+        return run(command)
+    except (WinkError, OSError):
+        return None  # the zygote was killed while it started
+for _ in range(3):
+    assert run("true").ok
+print("ready", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def ended(program: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a program at the end, whatever has happened: otherwise it would be waited for."""
+    try:
+        yield
+    finally:
+        program.kill()
+
+
+def remains(root: Path, families: list[int], groups: list[Path], mounts: str) -> None:
+    """Check that nothing is left of a program that has ended."""
+    until(lambda: are_gone([Path(f"/proc/{pid}") for pid in families]))
+    until(lambda: are_gone(groups))
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    with HostFilesystem(root) as files:  # removes what a killed program has left
+        assert files.read("a.txt") == "yes\n"
+        store = files.store
+    assert not list(store.glob("open/*"))
+    assert not list(store.glob("probe-*"))
+
+
+VICTIMS = {
+    "client": lambda program, zygote, running, armed: program,
+    "zygote": lambda program, zygote, running, armed: zygote,
+    "first process": lambda program, zygote, running, armed: running,
+    "process 1": lambda program, zygote, running, armed: only(children(running)),
+    "command": lambda program, zygote, running, armed: only(children(only(children(running)))),
+    "armed first process": lambda program, zygote, running, armed: armed,
+    "armed process 1": lambda program, zygote, running, armed: only(children(armed)),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_whoever_is_killed_while_a_command_runs_nothing_is_left(
+    box: Box, tmp_path: Path, victim: str
+):
+    root, mounts = tmp_path / "other", Path("/proc/self/mountinfo").read_text()
+    root.mkdir()
+    (root / "a.txt").write_text("yes\n")
+    rest = (
+        STEPS
+        + """
+done = attempt("echo no >a.txt; sleep 1000")
+assert not done.ok and not done.kept
+assert run("true").ok
+files.close()
+"""
+    )
+    with script(rest, root) as program, ended(program):
+        assert program.stdout is not None
+        program.stdout.readline()
+        until(lambda: "sleep" in [name_of(pid) for pid in descendants(program.pid)])
+        zygote = only([pid for pid in children(program.pid) if "python" in name_of(pid)])
+        until(lambda: len(children(zygote)) == 2)
+        running, armed = sorted(
+            children(zygote), key=lambda pid: "sleep" not in map(name_of, descendants(pid))
+        )
+        until(lambda: children(armed))
+        command = only(children(only(children(running))))
+        family, groups = descendants(program.pid), cgroups_of(zygote)
+        os.kill(VICTIMS[victim](program.pid, zygote, running, armed), signal.SIGKILL)
+        if "armed" in victim:
+            os.kill(command, signal.SIGKILL)
+        program.wait(PATIENCE)
+
+    assert (program.returncode == 0) == (victim != "client")
+    remains(root, family, groups, mounts)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@pytest.mark.heavy
+def test_nothing_is_left_after_kills_at_random_moments(box: Box, tmp_path: Path):
+    root, mounts = tmp_path / "other", Path("/proc/self/mountinfo").read_text()
+    root.mkdir()
+    (root / "a.txt").write_text("yes\n")
+    rest = (
+        STEPS
+        + """
+import time
+while not os.path.exists(sys.argv[1] + "-enough"):
+    done = attempt("echo maybe >b.txt; rm b.txt")
+    assert done is None or done.ok == done.kept
+assert run("true").ok
+print("end", flush=True)
+time.sleep(1000)
+"""
+    )
+    families, groups = set[int](), set[Path]()
+    random = Random(38)
+    with script(rest, root) as program, ended(program):
+        assert program.stdout is not None
+        program.stdout.readline()
+        for _ in range(60):
+            time.sleep(random.uniform(0, 0.05))
+            family = descendants(program.pid)[1:]
+            families.update(family)
+            for pid in family[:1]:
+                with contextlib.suppress(OSError, AssertionError):
+                    groups.update(cgroups_of(pid))
+            if family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(random.choice(family), signal.SIGKILL)
+        Path(f"{root}-enough").touch()
+        assert program.stdout.readline() == "end\n"
+
+    remains(root, sorted(families), sorted(groups), mounts)
+
+
+def test_a_changed_system_is_seen_by_the_next_command(tmp_path: Path):
+    """A sandbox that was armed before shows files that have been replaced, or a mount."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "version").write_text("1\n")
+    (tmp_path / "work").mkdir()
+    try:
+        sandbox = find_sandbox("namespaces", read_only=[tools, tools / "version"])
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with HostFilesystem(tmp_path / "work") as files:
+
+        def said() -> str:
+            done = sandbox.run(files, f"cat {tools}/version", timeout=PATIENCE)
+            return done.stdout + done.stderr
+
+        assert [said() for _ in range(3)] == ["1\n"] * 3
+        (tmp_path / "new").write_text("2\n")
+        (tmp_path / "new").replace(tools / "version")
+        assert [said() for _ in range(3)] == ["2\n"] * 3
+        tools.rename(tmp_path / "old")
+        tools.mkdir()
+        (tools / "version").write_text("3\n")
+        assert [said() for _ in range(3)] == ["3\n"] * 3
+        (tools / "version").write_text("4\n")
+        assert said() == "4\n"

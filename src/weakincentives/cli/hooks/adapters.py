@@ -133,13 +133,14 @@ def _said(told: Told, *, failed: bool) -> str:
     """Return a tool's answer as text, shortened."""
     if failed:
         return f"It failed: {told.get('error', '')}"[:_SAID]
-    answer = told.get("tool_response")
+    answer = told.get("tool_response", told.get("tool_result"))
     if isinstance(answer, dict):
         fields = cast("dict[str, object]", answer)
         if "stdout" in fields:
             answer = f"{fields['stdout']}\n{fields.get('stderr', '')}".strip("\n")
-        elif isinstance(fields.get("llmContent"), str):
-            answer = fields["llmContent"]
+        for name in ("llmContent", "text_result_for_llm"):
+            if isinstance(fields.get(name), str):
+                answer = fields[name]
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return text[:_SAID]
 
@@ -172,6 +173,16 @@ ADAPTERS: Mapping[str, Adapter] = {
             reading=frozenset({"view_image", "web_search"}),
             others=frozenset({"Bash", "apply_patch"}),
         ),
+        Adapter(
+            program="copilot",
+            title="Copilot CLI",
+            kinds=_CLAUDE,
+            editing=frozenset({"create", "edit"}),
+            reading=frozenset({"fetch_copilot_cli_documentation", "glob", "grep", "view"}),
+            not_calls=frozenset({"ask_user", "report_intent", "skill", "task", "update_todo"}),
+            others=frozenset({"bash"}),
+            places=("path",),
+        ),
         Gemini(
             program="gemini",
             title="Gemini CLI",
@@ -197,6 +208,15 @@ ADAPTERS: Mapping[str, Adapter] = {
             not_calls=frozenset({"question", "skill", "task", "todoread", "todowrite"}),
             others=frozenset({"bash", "patch"}),
             places=("filePath",),
+        ),
+        Plugin(
+            program="pi",
+            title="pi",
+            kinds=_CLAUDE,
+            editing=frozenset({"edit", "write"}),
+            reading=frozenset({"find", "grep", "ls", "read"}),
+            others=frozenset({"bash"}),
+            places=("path",),
         ),
         Adapter(
             program="qwen",

@@ -127,7 +127,7 @@ def _home(variable: str, otherwise: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / otherwise)
 
 
-def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json]:
+def matchers_of(adapter: Adapter, patience: int = PATIENCE, **more: object) -> dict[str, Json]:
     """Return our hook for each event, as Claude Code and its likes want them."""
     found: dict[str, Json] = {}
     for event, kind in adapter.kinds.items():
@@ -140,17 +140,17 @@ def _matchers(adapter: Adapter, patience: int, **more: object) -> dict[str, Json
 
 def _claude(adapter: Adapter) -> Iterator[Change]:
     place = _home("CLAUDE_CONFIG_DIR", ".claude") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _gemini(adapter: Adapter) -> Iterator[Change]:
     place = _home("GEMINI_CLI_HOME", "") / ".gemini" / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE * 1000, name="wink"))
+    yield _merged(place, matchers_of(adapter, PATIENCE * 1000, name="wink"))
 
 
 def _qwen(adapter: Adapter) -> Iterator[Change]:
     place = _home("QWEN_HOME", ".qwen") / "settings.json"
-    yield _merged(place, _matchers(adapter, PATIENCE))
+    yield _merged(place, matchers_of(adapter))
 
 
 def _codex(adapter: Adapter) -> Iterator[Change]:
@@ -158,7 +158,7 @@ def _codex(adapter: Adapter) -> Iterator[Change]:
     home = _home("CODEX_HOME", ".codex")
     if "CODEX_HOME" in os.environ:
         home = Path(os.path.realpath(home))  # as Codex does
-    matchers = _matchers(adapter, PATIENCE)
+    matchers = matchers_of(adapter)
     for event in ("Interrupt", "SessionEnd"):
         matchers[event]["hooks"][0]["timeout"] = 3  # at most
     hooks = _merged(home / "hooks.json", matchers)
@@ -212,9 +212,19 @@ def _without_trust(text: str, hooks: Path) -> str:
     return text
 
 
+def _copilot(adapter: Adapter) -> Iterator[Change]:
+    place = _home("COPILOT_HOME", ".copilot") / "hooks" / "wink.json"
+    yield _merged(place, matchers_of(adapter), {"version": 1})
+
+
 def _opencode(adapter: Adapter) -> Iterator[Change]:
     home = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     yield _plugin(adapter, home / "plugins" / "wink.js", "opencode.js")
+
+
+def _pi(adapter: Adapter) -> Iterator[Change]:
+    home = _home("PI_CODING_AGENT_DIR", ".pi/agent")
+    yield _plugin(adapter, home / "extensions" / "wink.ts", "pi.ts")
 
 
 def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
@@ -227,7 +237,9 @@ def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
 _INSTALLED: Mapping[str, Callable[[Adapter], Iterator[Change]]] = {
     "claude": _claude,
     "codex": _codex,
+    "copilot": _copilot,
     "gemini": _gemini,
     "opencode": _opencode,
+    "pi": _pi,
     "qwen": _qwen,
 }

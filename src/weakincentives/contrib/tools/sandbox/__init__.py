@@ -8,7 +8,13 @@ __all__: list[str] = []
 
 
 @cache
-def byte_code(source: str) -> str:
+def compiled(source: str) -> bytes:
     """Return a program as byte code for our own interpreter: starting it compiles nothing."""
-    code = b2a_base64(marshal.dumps(compile(source, "<string>", "exec")), newline=False)
+    return marshal.dumps(compile(source, "<string>", "exec"))
+
+
+@cache
+def byte_code(source: str) -> str:
+    """Return the byte code of a program as an argument of the interpreter."""
+    code = b2a_base64(compiled(source), newline=False)
     return f"import binascii, marshal; exec(marshal.loads(binascii.a2b_base64({code!r})))"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import marshal
 import os
 import shlex
 import signal
@@ -58,6 +59,7 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, St
 from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
+from weakincentives.filesystem.tree import mount_generation
 from weakincentives.programs import (
     agents_can_write,
     find_program,
@@ -198,8 +200,8 @@ class SystemFiles:
             (self.place / name).write_text(text)
         for file in self.place.iterdir():
             file.chmod(0o644)  # whatever the umask of the caller
-        self._nothing = self.place / "nothing"
-        self._nothing.mkdir()
+        self.nothing = self.place / "nothing"
+        self.nothing.mkdir()
         self.system: list[Mount] = [
             # Relative: the workspace may be below it, and is mounted before this is the root.
             ("link", "../tmp", "/var/tmp"),
@@ -210,13 +212,10 @@ class SystemFiles:
         """The parts of the host's system that a command sees."""
 
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
-        """Return the mounts of the workspace, of its protected parts, and of its toolchains."""
-        project, root, nothing = command.project, str(command.workspace), str(self._nothing)
-        mounts: list[Mount] = [
-            *project.mounts,
-            *(("read", nothing, path) for path in project.covered if os.path.isdir(path)),
-        ]
-        for place in project.places:
+        """Return the mounts of the workspace, and of its protected parts."""
+        root, nothing = str(command.workspace), str(self.nothing)
+        mounts: list[Mount] = []
+        for place in command.project.places:
             own: list[Mount] = [
                 ("write", root, place),
                 *(("read", f"{root}/{path}", f"{place}/{path}") for path in command.read_only),
@@ -225,8 +224,13 @@ class SystemFiles:
             mounts += own
         return mounts
 
-    def mounts(self, command: SandboxedCommand, *more: Mount) -> list[Mount]:
-        """Return everything that a command sees, in mount order."""
+    def around(self, command: SandboxedCommand) -> list[Mount]:
+        """Return the mounts of what the project needs outside of the workspace."""
+        covered = (path for path in command.project.covered if os.path.isdir(path))
+        return [*command.project.mounts, *(("read", str(self.nothing), path) for path in covered)]
+
+    def fixed(self, command: SandboxedCommand, *more: Mount) -> list[Mount]:
+        """Return everything that a command sees besides the workspace, in mount order."""
         scratch = str(command.limits.scratch)
         return [
             ("scratch", scratch, "/tmp"),  # first: the host's directories may lie below it
@@ -236,9 +240,12 @@ class SystemFiles:
             ("dev", "dev", "/dev"),
             ("scratch", scratch, "/dev/shm"),
             ("lock", "", "/dev"),
-            *self.workspace(command),
-            ("lock", "", "/"),
+            *self.around(command),
         ]
+
+    def mounts(self, command: SandboxedCommand, *more: Mount) -> list[Mount]:
+        """Return everything that a command sees, in mount order."""
+        return [*self.fixed(command, *more), *self.workspace(command), ("lock", "", "/")]
 
     @contextmanager
     def folder(self) -> Generator[Path]:
@@ -369,7 +376,11 @@ class Bubblewrap(Engine):
 
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
-        with cgroup(command.limits) as cgroup_files, self.kit.folder() as folder:
+        with (
+            cgroup(command.limits) as cgroup_files,
+            CgroupEvents(cgroup_files) as events,
+            self.kit.folder() as folder,
+        ):
             words = self._options(command, self.kit.environment(command, folder))
             _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = command.limits.rlimits(memory=not cgroup_files)
@@ -390,7 +401,6 @@ class Bubblewrap(Engine):
             argv += [_found("bwrap"), "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
             argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *command.argv]
-            events = CgroupEvents(cgroup_files)
             yield Launch(argv, _outside(), watched=not cgroup_files, refused=events.new)
 
     def _options(self, command: SandboxedCommand, environment: Mount) -> list[str]:
@@ -436,15 +446,25 @@ class Namespaces(Engine):
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
         limits, is_root = command.limits, os.geteuid() == 0
+        static = marshal.dumps(
+            {
+                "generation": mount_generation(),
+                "host": command.owner if is_root else None,
+                "user": USER,
+                "mounts": self.kit.fixed(command),
+                "rules": self._rules,
+                "rlimits": limits.rlimits(memory=not is_root),
+            }
+        )
         plan: dict[str, object] = {
             "argv": list(command.argv),
             "env": dict(command.env),
             "cwd": command.cwd,
-            "host": command.owner,
-            "user": USER,
-            "mounts": self.kit.mounts(command),
-            "rules": self._rules,
-            "rlimits": limits.rlimits(memory=not is_root),
+            "root": str(command.workspace),
+            "nothing": str(self.kit.nothing),
+            "places": list(command.project.places),
+            "read_only": list(command.read_only),
+            "hidden": list(command.hidden),
             "proxy": None if command.proxy is None else command.proxy.port,
         }
         if limits not in self._zygotes:
@@ -452,10 +472,10 @@ class Namespaces(Engine):
         zygotes = self._zygotes[limits]
 
         def start(overlay: Overlay | None, stdin: bytes, inherited: Sequence[int]) -> Launched:
-            mounted = None if overlay is None else overlay.mount
             channel = () if command.proxy is None else (command.proxy.channel.fileno(),)
+            whole = {**plan, "overlay": None if overlay is None else overlay.mount}
             nonlocal launched
-            launched = zygotes.start({**plan, "overlay": mounted}, stdin, (*inherited, *channel))
+            launched = zygotes.start(static, whole, stdin, (*channel, *inherited))
             return launched
 
         launched: Launched | None = None
@@ -514,7 +534,8 @@ class Podman(Engine):
                 _write(settings, SETTINGS.format(place=place).encode())
                 env = {"CONTAINERS_CONF": str(settings), "XDG_RUNTIME_DIR": str(place)}
                 argv = [*self._podman(place), "run", *self._options(command, group)]
-                argv += _binds([*self.kit.workspace(command), self.kit.environment(command, place)])
+                seen = [*self.kit.around(command), *self.kit.workspace(command)]
+                argv += _binds([*seen, self.kit.environment(command, place)])
                 argv += [self.image] if self.image is not None else self._root(command, place)
                 # Process 1 of a container should be a shell: it reaps the others.
                 argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *command.argv]

@@ -7,13 +7,14 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator
 
@@ -21,7 +22,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
-from weakincentives.filesystem.tree import files_below
+from weakincentives.filesystem.tree import everything_below
 
 # Seconds between two checks of a command, or this many times the duration of a check.
 LOOK = 0.05
@@ -174,16 +175,23 @@ _EVENTS: tuple[tuple[str, str, Refusal], ...] = (
 
 
 class CgroupEvents:
-    """What the kernel refuses to the processes of a cgroup."""
+    """What the kernel refuses to the processes of a cgroup; its files stay open in the block."""
 
     def __init__(self, cgroup_files: Sequence[str]) -> None:
-        self._sources: list[tuple[str, str, Refusal]] = [
-            (path, key, refusal)
+        self._sources: list[tuple[int, str, Refusal]] = [
+            (os.open(path, os.O_RDONLY | os.O_CLOEXEC), key, refusal)
             for folder in map(os.path.dirname, cgroup_files)
             for name, key, refusal in _EVENTS
             if os.path.exists(path := os.path.join(folder, name))
         ]
         self._seen = self._count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._sources:
+            os.close(self._sources.pop()[0])
 
     def new(self) -> set[Refusal]:
         """Return what has been refused since the last call."""
@@ -192,8 +200,11 @@ class CgroupEvents:
 
     def _count(self) -> dict[Refusal, int]:
         found: dict[Refusal, int] = {}
-        for path, key, refusal in self._sources:
-            for line in _read(path).splitlines():
+        for fd, key, refusal in self._sources:
+            text = b""
+            with contextlib.suppress(OSError):  # the cgroup has been removed
+                text = os.pread(fd, 1 << 12, 0)
+            for line in text.decode().splitlines():
                 name, _, count = line.partition(" ")
                 if name == key:
                     found[refusal] = found.get(refusal, 0) + int(count)
@@ -296,8 +307,10 @@ class SandboxWatch:
         self._workspace = workspace
         self._since = SYSTEM_CLOCK.time() - COARSE
         self._processes = processes
-        self._bytes = {place: _free(place) for place in places}
-        self._files = {place: _free_files(place) for place in places}
+        # One place for each filesystem.
+        apart = {os.stat(place).st_dev: place for place in places}.values()
+        self._bytes = {place: _free(place) for place in apart}
+        self._files = {place: _free_files(place) for place in apart}
         self._next = 0.0
 
     def __call__(self, running: Running) -> str | None:
@@ -312,10 +325,20 @@ class SandboxWatch:
 
     def _look(self, running: Running) -> str | None:
         limits = self._limits
+        too_large = f"it wrote more than {binary_size(limits.disk)} to the disk"
+        too_many = f"it created or changed more than {limits.files:,} files"
         if any(self._used(self._bytes, _free, limits.disk, running, self._written, half=True)):
-            return f"it wrote more than {binary_size(limits.disk)} to the disk"
+            return too_large
         if any(self._used(self._files, _free_files, limits.files, running, self._made)):
-            return f"it created or changed more than {limits.files:,} files"
+            return too_many
+        if running.ended and running.layer is not None:
+            # What is free says nothing now: another program may have freed space at the same time.
+            size = count = 0
+            for status in everything_below(running.layer):
+                size += _size(status)
+                count += _is_made(status)
+                if size > limits.disk or count > limits.files:
+                    return too_large if size > limits.disk else too_many
         if not self._processes or running.ended:
             return None
         pids = descendants(running.pid)
@@ -339,37 +362,35 @@ class SandboxWatch:
 
         Usually the free space shows that it has not. Other programs use the disk as well, so
         otherwise its own files are counted. Deleted files that are still open cannot be counted:
-        with ``half``, half of the free space is too much in any case. After the command its layer
-        is always counted: another program may have freed space at the same time.
+        with ``half``, half of the free space is too much in any case.
         """
         is_final = running.ended and running.layer is not None
         for place, before in known.items():
             free = free_at(place)
-            if is_final or free is None or before is None:  # this filesystem does not report it
-                yield _exceeds(amounts(running), limit)
+            if free is None or before is None:  # this filesystem does not report it
+                yield not is_final and _exceeds(amounts(running), limit)
                 continue
             # Other programs may free space: that must not hide what the command writes.
             before = known[place] = max(before, free)
             used = before - free
             yield used > limit and (
-                (half and used > before // 2) or _exceeds(amounts(running), limit)
+                (half and used > before // 2)
+                or (not is_final and _exceeds(amounts(running), limit))
             )
 
     def _written(self, running: Running) -> Iterator[int]:
         """Yield the size of each file that the command wrote."""
-        return (status.st_blocks * 512 for status in self._files_of(running))
+        return map(_size, self._changed(running))
 
     def _made(self, running: Running) -> Iterator[int]:
         """Yield 1 for each file that the command created or changed."""
-        if running.layer is not None:
-            return _entries(running.layer)
-        return (1 for _ in self._files_of(running))
+        return map(_is_made, self._changed(running))
 
-    def _files_of(self, running: Running) -> Iterator[os.stat_result]:
+    def _changed(self, running: Running) -> Iterator[os.stat_result]:
         if running.layer is not None:
-            return files_below(running.layer)
-        below = () if self._workspace is None else files_below(self._workspace)
-        return (status for status in below if status.st_ctime >= self._since)
+            return everything_below(running.layer)
+        below = () if self._workspace is None else everything_below(self._workspace)
+        return (each for each in below if not _is_directory(each) and each.st_ctime >= self._since)
 
 
 def _free(place: Path) -> int | None:
@@ -386,17 +407,18 @@ def _exceeds(amounts: Iterator[int], limit: int) -> bool:
     return any(total > limit for total in accumulate(amounts))
 
 
-def _entries(layer: Path) -> Iterator[int]:
-    """Yield 1 for each entry of a layer that is not a whiteout."""
-    pending = [str(layer)]
-    while pending:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                elif not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
-                    continue
-                yield 1
+def _is_directory(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode)
+
+
+def _size(status: os.stat_result) -> int:
+    """Return the bytes of a file; directories do not count."""
+    return 0 if _is_directory(status) else status.st_blocks * 512
+
+
+def _is_made(status: os.stat_result) -> int:
+    """Return 1 for what a command makes, 0 for the mark of something that it has deleted."""
+    return stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)
 
 
 def descendants(pid: int) -> list[int]:

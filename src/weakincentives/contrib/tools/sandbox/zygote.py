@@ -11,6 +11,7 @@ import contextlib
 import errno
 import marshal
 import os
+import select
 import signal
 import socket
 import struct
@@ -20,15 +21,21 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from weakincentives.contrib.tools.sandbox import byte_code
+from weakincentives.contrib.tools.sandbox import compiled
 from weakincentives.contrib.tools.sandbox.limits import CgroupEvents, Refusal, SandboxLimits, cgroup
 from weakincentives.errors import SandboxUnavailable
+from weakincentives.filesystem.tree import mount_generation
 from weakincentives.state import program, source_of
 
 LAUNCHER = source_of(__file__, "launcher.py")
 
 PATIENCE = 60.0
 """Seconds in which a zygote must be ready."""
+
+READY = b"ready"
+
+GRACE = 5.0
+"""Seconds in which a zygote must have ended once we have closed its socket."""
 
 IDLE = 4
 """How many zygotes wait at most; each takes a few megabytes."""
@@ -39,30 +46,38 @@ class Zygote:
 
     def __init__(self, limits: SandboxLimits, env: Mapping[str, str]) -> None:
         self._owner = os.getpid()
+        is_root = os.geteuid() == 0
+        # In a mount namespace of its own it does not see what is mounted later.
+        self._generation = None if is_root else mount_generation()
         with contextlib.ExitStack() as at_end:
             self.cgroup_files = at_end.enter_context(cgroup(limits))
             self.socket, its = socket.socketpair()
             at_end.callback(self.socket.close)
-            with its:
+            code = _file_of(compiled(LAUNCHER))
+            start = f"import marshal; exec(marshal.load(open({code}, 'rb')))"
+            try:
                 popen = subprocess.Popen(
-                    program(byte_code(LAUNCHER), *self.cgroup_files),
+                    program(start, "root" if is_root else "user", *self.cgroup_files),
                     cwd="/",
                     env=env,
                     stdin=its.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     start_new_session=True,
+                    pass_fds=[code],
                 )
+            finally:
+                os.close(code)
+                its.close()
             assert popen.stderr is not None
             at_end.enter_context(popen.stderr)
-            at_end.callback(popen.wait)
-            at_end.callback(popen.kill)
+            at_end.callback(_end, popen, self.socket)
             self.socket.settimeout(PATIENCE)
-            if not self.socket.recv(16):
+            if not self.socket.recv(len(READY)):
                 said = popen.stderr.read().decode(errors="replace").strip()
                 raise SandboxUnavailable(f"its launcher ended: {said.rpartition(os.linesep)[2]}")
             self.socket.settimeout(None)
-            self.events = CgroupEvents(self.cgroup_files)
+            self.events = at_end.enter_context(CgroupEvents(self.cgroup_files))
             self._at_end = at_end.pop_all()
         _alive.add(self)
 
@@ -71,23 +86,35 @@ class Zygote:
         """Whether this process has started it, not one that has forked this process."""
         return self._owner == os.getpid()
 
-    def start(self, plan: bytes, descriptors: Sequence[int]) -> int:
-        """Start the command of a plan; return its process, or raise OSError."""
-        socket.send_fds(self.socket, [struct.pack("=I", len(plan))], descriptors)
-        self.socket.sendall(plan)
-        return self.number()
+    @property
+    def is_current(self) -> bool:
+        """Whether it sees what is mounted now."""
+        return self._generation is None or self._generation == mount_generation()
 
-    def number(self, flags: int = 0) -> int:
-        """Return the next number that it sends."""
-        data = self.socket.recv(4, flags)
-        if len(data) < 4:
+    def start(self, static: bytes, plan: bytes, descriptors: Sequence[int]) -> int:
+        """Start the command of a plan; return its process, or raise OSError."""
+        head = struct.pack("=II", len(static), len(plan))
+        socket.send_fds(self.socket, [head], descriptors)
+        self.socket.sendall(static + plan)
+        answer = self.socket.recv(4)
+        if len(answer) < 4:
             raise BrokenPipeError(errno.EPIPE, "the launcher of commands has ended")
-        return int(struct.unpack("=i", data)[0])
+        return int(struct.unpack("=i", answer)[0])
 
     def close(self) -> None:
         """End it, and remove its cgroup."""
         if self.is_ours:
             self._at_end.close()
+
+
+def _end(popen: subprocess.Popen[bytes], its: socket.socket) -> None:
+    """Let a zygote end everything that it started."""
+    its.close()
+    try:
+        popen.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        popen.wait()
 
 
 _alive: weakref.WeakSet[Zygote] = weakref.WeakSet()
@@ -112,7 +139,11 @@ class Zygotes:
         weakref.finalize(self, _close_all, self._idle)
 
     def start(
-        self, plan: Mapping[str, object], stdin: bytes, inherited: Sequence[int] = ()
+        self,
+        static: bytes,
+        plan: Mapping[str, object],
+        stdin: bytes,
+        inherited: Sequence[int] = (),
     ) -> Launched:
         """Start the command of a plan: see ``main`` in ``launcher.py``."""
         data = marshal.dumps({**plan, "umask": _umask()})
@@ -120,21 +151,23 @@ class Zygotes:
             streams: list[IO[bytes]] = []
             descriptors = [_file_of(stdin)]
             passed.callback(os.close, descriptors[0])
-            for _ in ("stdout", "stderr"):
+            for _ in ("stdout", "stderr", "answer"):
                 reading, writing = os.pipe()
                 passed.callback(os.close, writing)
                 descriptors.append(writing)
                 streams.append(on_error.enter_context(open(reading, "rb", buffering=0)))
-            zygote, pid = self._started(data, [*descriptors, *inherited])
+            zygote, pid = self._started(static, data, [*descriptors, *inherited])
             on_error.pop_all()
             return Launched(self, zygote, pid, *streams)
 
-    def _started(self, plan: bytes, descriptors: Sequence[int]) -> tuple[Zygote, int]:
+    def _started(
+        self, static: bytes, plan: bytes, descriptors: Sequence[int]
+    ) -> tuple[Zygote, int]:
         while True:
             waiting = self._waiting()
             zygote = waiting or Zygote(self._limits, self._env)
             try:
-                return zygote, zygote.start(plan, descriptors)
+                return zygote, zygote.start(static, plan, descriptors)
             except BaseException as error:
                 zygote.close()
                 if waiting is None or not isinstance(error, OSError):
@@ -142,9 +175,12 @@ class Zygotes:
 
     def _waiting(self) -> Zygote | None:
         with contextlib.suppress(IndexError):
-            while not (zygote := self._idle.pop()).is_ours:
-                pass
-            return zygote
+            while True:
+                zygote = self._idle.pop()
+                if zygote.is_ours:
+                    if zygote.is_current:
+                        return zygote
+                    zygote.close()
         return None
 
     def take_back(self, zygote: Zygote) -> None:
@@ -164,37 +200,42 @@ class Launched:
     """A command that a zygote runs."""
 
     def __init__(
-        self, zygotes: Zygotes, zygote: Zygote, pid: int, stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        zygotes: Zygotes,
+        zygote: Zygote,
+        pid: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        answer: IO[bytes],
     ) -> None:
         self._zygotes = zygotes
         self._zygote: Zygote | None = zygote
+        self._answer = answer
+        """Process 1 of the sandbox writes the exit code when all others have ended. It ends when
+        the namespaces are gone."""
         self._killed = False
         self.pid = pid
         self.streams = stdout, stderr
         self.returncode: int | None = None
         self.refused: set[Refusal] = set()
         """What the kernel has refused to it, once it has ended."""
+        os.set_blocking(answer.fileno(), False)
 
     @contextlib.contextmanager
     def exited(self) -> Generator[int]:
         """Give a descriptor that becomes readable when the command has ended."""
-        assert self._zygote is not None
-        yield self._zygote.socket.fileno()
+        yield self._answer.fileno()
 
     def poll(self) -> int | None:
         """Return the exit code if nothing is left of the command."""
-        with contextlib.suppress(BlockingIOError):
-            self._wait(socket.MSG_DONTWAIT)
+        if self.returncode is None:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._answer.fileno(), 4)
+                if data:
+                    [self.returncode] = struct.unpack("=i", data)
+                else:  # process 1 or the zygote was killed, and so the command
+                    self._killed, self.returncode = True, 128 + signal.SIGKILL
         return self.returncode
-
-    def _wait(self, flags: int = 0) -> None:
-        if self.returncode is None and self._zygote is not None:
-            try:
-                self.returncode = self._zygote.number(flags)
-            except BlockingIOError:
-                raise
-            except OSError:  # somebody has killed the zygote, and so the command
-                self._killed, self.returncode = True, 128 + signal.SIGKILL
 
     def kill(self) -> None:
         """Kill the command and everything that it started."""
@@ -206,7 +247,8 @@ class Launched:
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
         self.kill()
-        self._wait()
+        while self.poll() is None:
+            select.select([self._answer], [], [])
         for stream in self.streams:
             stream.close()
         zygote, self._zygote = self._zygote, None
@@ -216,6 +258,12 @@ class Launched:
                 zygote.close()
             else:
                 self._zygotes.take_back(zygote)
+
+    def released(self) -> bool:
+        with self._answer:
+            if self._killed:
+                return False
+            return bool(select.select([self._answer], [], [], GRACE)[0])
 
 
 def _file_of(data: bytes) -> int:

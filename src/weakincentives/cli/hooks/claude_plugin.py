@@ -1,0 +1,103 @@
+"""A plug-in for Claude Code: our hooks, and `/wink:undo`, `/wink:log` and `/wink:diff`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from weakincentives import __version__
+from weakincentives.cli.common import Misuse, echo
+from weakincentives.cli.hooks.adapters import ADAPTERS
+from weakincentives.cli.hooks.install import matchers_of
+
+_NAME = "wink@wink"
+"""The plug-in, and its marketplace: a directory of ours."""
+_COMMANDS = {
+    "undo": ("Undo a recorded tool call: /wink:undo 3", "[CALL]"),
+    "log": ("Show the recorded tool calls, and what each changed", "[RUN]"),
+    "diff": ("Show what a recorded call or run changed", "[CALL]"),
+}
+
+
+def plugin_directory() -> Path:
+    """Return where the plug-in is written to, for Claude Code to copy."""
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "wink" / "claude-plugin"
+
+
+def plugin_files() -> Mapping[str, str]:
+    """Return the files of the plug-in and of its marketplace, by path."""
+    about = "Undo each tool call of Claude Code"
+    plugin = {"name": "wink", "version": __version__, "description": about}
+    entry = {"name": "wink", "source": "./plugin", "description": about}
+    market = {"name": "wink", "owner": {"name": "wink"}, "plugins": [entry]}
+    hooks = {event: [matcher] for event, matcher in matchers_of(ADAPTERS["claude"]).items()}
+    files = {
+        ".claude-plugin/marketplace.json": _dumped(market),
+        "plugin/.claude-plugin/plugin.json": _dumped(plugin),
+        "plugin/hooks/hooks.json": _dumped({"hooks": hooks}),
+    }
+    for name, (description, arguments) in _COMMANDS.items():
+        files[f"plugin/commands/{name}.md"] = _command(name, description, arguments)
+    return files
+
+
+def install_plugin() -> None:
+    """Write the plug-in, and have Claude Code install it.
+
+    Raises:
+        Misuse: Claude Code is missing, or refuses it.
+    """
+    place = plugin_directory()
+    shutil.rmtree(place, ignore_errors=True)
+    for name, text in plugin_files().items():
+        path = place / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    remove_plugin()  # it keeps a copy of an earlier one with the same version
+    _claude("marketplace", "add", str(place))
+    _claude("install", _NAME)
+
+
+def remove_plugin() -> None:
+    """Have Claude Code forget the plug-in, if it has it."""
+    if plugin_directory().exists() and shutil.which("claude"):
+        for words in (("uninstall", _NAME), ("marketplace", "remove", "wink")):
+            subprocess.run(["claude", "plugin", *words], capture_output=True, check=False)
+
+
+def show_plugin() -> None:
+    """Print what would be installed."""
+    for name, text in plugin_files().items():
+        echo(f"{plugin_directory() / name}:\n{text}")
+
+
+def _claude(*words: str) -> None:
+    command = ["claude", "plugin", *words]
+    if shutil.which("claude") is None:
+        raise Misuse(f"claude is not on the PATH; run where it is: {shlex.join(command)}")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()
+        raise Misuse(f"{shlex.join(command)} failed: {reason[-1] if reason else 'no reason given'}")
+
+
+def _command(name: str, description: str, arguments: str) -> str:
+    own = Path(sys.executable).with_name("wink")
+    words = [str(own)] if own.exists() else [sys.executable, "-P", "-m", "weakincentives.cli"]
+    program = shlex.join([*words, name])
+    return (
+        f"---\ndescription: {json.dumps(description)}\nargument-hint: {json.dumps(arguments)}\n"
+        f"allowed-tools: Bash({program}:*)\n---\n\n!`{program} $ARGUMENTS`\n\n"
+        "Show the person this output as it is, and do nothing else.\n"
+    )
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, indent=2) + "\n"
