@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -139,15 +140,19 @@ def test_no_process_stays_where_it_is_turned_off(hooks: Hooks):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.heavy
-def test_another_user_is_not_served(hooks: Hooks):
-    hooks.start()
-    for place in (hooks.address, *hooks.address.parents):
-        place.chmod(0o777)  # as if everything else had failed
-    said = subprocess.run(
-        ["setpriv", "--reuid=65534", "--clear-groups", "--", "/usr/bin/env", "python3", "-c", _ASK],
-        env={**hooks.env, "ADDRESS": str(hooks.address)}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+def test_another_user_is_not_served(tmp_path: Path):
+    with TemporaryDirectory(prefix="wink-") as place:  # other users can enter what it is in
+        state = Path(place)
+        hooks = Hooks(tmp_path, state)
+        process = hooks.start()
+        for opened in (state, state / "wink", state / "wink" / "hooks", hooks.address):
+            opened.chmod(0o777)  # as if everything else had failed
+        said = subprocess.run(
+            ["setpriv", "--reuid=65534", "--clear-groups", "--", "/usr/bin/python3", "-c", _ASK],
+            env={**hooks.env, "ADDRESS": str(hooks.address)}, cwd="/", capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        os.kill(process, signal.SIGKILL)
 
     assert said.stdout == "b''\n", said.stderr
 

@@ -7,6 +7,8 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
@@ -952,3 +954,12 @@ def wink_undo(place: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
         wink_main(["undo", "--workspace", str(place)])
     assert not ended.value.code
+
+
+def test_the_invoice_desk_runs_unchanged_inside_an_agent():
+    example = Path(__file__).parents[2] / "examples" / "invoice_desk" / "agent_pydantic_ai.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+
+    assert done.stdout.splitlines() == ["Ann has paid.", "[('Ann', 70, 70)] Till(cash=70)"], (
+        done.stderr
+    )

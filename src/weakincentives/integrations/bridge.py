@@ -34,12 +34,15 @@ from weakincentives.prompt.policies import (
     refuse_misspelt_tools,
     refuse_shared_names,
 )
+from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Reach, Tool
+from weakincentives.resources import ResourceRegistry
 from weakincentives.retry import TIMEOUT
 from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.runtime.window import read_result_tool
+from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -61,8 +64,8 @@ RunName = str | Callable[[Any], "str | None"] | None
 MAX_SHOWN = 20_000
 """Characters of an approval request that a person is shown."""
 
-_Place = tuple[Path, str]
-"""A directory, and the name of a run there."""
+_Place = tuple[Path | None, str]
+"""A directory, if there is one, and the name of a run there."""
 
 _FRAMEWORKS = {
     "agents": "openai_agents",
@@ -85,6 +88,10 @@ class BridgeOptions(TypedDict, total=False):
     title: str
     run: RunName
     reaches: Mapping[str, Reach] | None
+    registry: ToolRegistry | None
+    sections: Iterable[Section[Any]]
+    resources: Mapping[type[Any], Any] | ResourceRegistry | None
+    session: Session | None
 
 
 class CallOptions(TypedDict, total=False):
@@ -294,7 +301,8 @@ class Bridge(Closes):
     loop; those that are started together run concurrently as far as they may.
 
     Args:
-        workspace: The directory, or a function of the framework's run context.
+        workspace: The directory, or a function of the framework's run context. None for an
+            application that works on no directory.
         tools: What the agent is offered: our tools, or the framework's; by default the file tools.
         policies: They govern every call, those of the framework's own tools included. A misspelt
             name of a tool that is known here is refused.
@@ -303,13 +311,18 @@ class Bridge(Closes):
             framework's run context. By default each bridge begins a run of its own.
         reaches: How far the framework's own tools reach, by name: ``{"search": "read"}``. Those
             that read run concurrently. Of the others, one at a time: a scan finds what it changes.
+        registry: An application's registry, which stays its owner's to close: its tools, policies,
+            resources and session, instead of all the above but ``title`` and ``reaches``.
+        sections: Sections whose tools, policies and resources the agent gets.
+        resources: What tools ask for.
+        session: The session of all calls; with a directory each run has one of its own.
         idle: Seconds after its last call until a run is closed; the next call reopens it. For
             frameworks that do not tell when their agent ends. Its runs need names.
     """
 
     def __init__(
         self,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         *,
         tools: Iterable[object] | None = None,
         policies: Iterable[AnyPolicy] = (),
@@ -317,9 +330,31 @@ class Bridge(Closes):
         run: RunName = None,
         reaches: Mapping[str, Reach] | None = None,
         idle: float | None = None,
+        registry: ToolRegistry | None = None,
+        sections: Iterable[Section[Any]] = (),
+        resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
+        session: Session | None = None,
     ) -> None:
+        self._sections, self._resources, self._session = tuple(sections), resources, session
+        self._registry = registry
+        policies = tuple(policies)
+        if registry is not None:
+            if tools is not None or policies or self._sections or resources or session:
+                raise TypeError(
+                    "a registry has tools, policies, resources and a session: leave out the others"
+                )
+            workspace, tools, policies = None, registry.list(), registry.policies
+        elif session is not None and workspace is not None:
+            raise TypeError(
+                "each run on a directory has a session of its own: give workspace=None, or leave "
+                "out session"
+            )
+        elif tools is None and (workspace is None or self._sections):
+            tools = ()
         # Now: the working directory may be another one later.
-        self._workspace = workspace if callable(workspace) else Path(workspace).resolve()
+        self._workspace = (
+            workspace if workspace is None or callable(workspace) else Path(workspace).resolve()
+        )
         self._title = title
         self._run = run
         self.reaches: Mapping[str, Reach] = reaches or {}
@@ -331,10 +366,13 @@ class Bridge(Closes):
             self.policies = (ReadBeforeWritePolicy(), *self.policies)
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
+        self._own = self.tools
+        offered = self._in_sections()
+        self.tools = (*self.tools, *(tool for tool in offered if tool.handler is not None))
         if any(tool.max_result_chars for tool in self.tools):
             rest = read_result_tool()
             if all(tool.name != rest.name for tool in self.tools):
-                self.tools = (*self.tools, rest)
+                self.tools, self._own = (*self.tools, rest), (*self._own, rest)
         attached = attach(self.policies)
         known = names_of(self.tools) | RUNTIME_TOOLS | {*self.reaches}
         refuse_misspelt_tools(attached, known, ToolDefinitionError)
@@ -343,6 +381,8 @@ class Bridge(Closes):
         self._attached = tuple(policy.for_any_tool() for policy in attached)
         self._lock = threading.Lock()
         self._runs: dict[_Place, _Run] = {}
+        self._sessions: dict[str, Session] = {}
+        """Without a directory: the sessions of the runs, by name."""
         self._closed = False
         self._idle = idle
         self._watch: threading.Thread | None = None
@@ -407,9 +447,26 @@ class Bridge(Closes):
 
     # The runs it has open
 
+    def _in_sections(self) -> tuple[AnyTool, ...]:
+        """Return the tools of the sections and of all below them."""
+        found: list[AnyTool] = []
+        left = [*self._sections]
+        while left:
+            section = left.pop(0)
+            found += section.tools
+            left = [*section.children, *left]
+        return tuple(found)
+
+    @property
+    def has_directory(self) -> bool:
+        """Whether it works on a directory."""
+        return self._workspace is not None
+
     def directory(self, context: object = None) -> Path:
         """Return the directory that a run context is about."""
         workspace = self._workspace
+        if workspace is None:
+            raise WinkError("this integration works on no directory: give workspace=...")
         return Path(workspace(context)).resolve() if callable(workspace) else workspace
 
     def registry(self, context: object = None) -> ToolRegistry:
@@ -491,7 +548,8 @@ class Bridge(Closes):
                 if run.is_open and run.registry.session is session:
                     return place
         name = self._run
-        return self.directory(context), (name(context) if callable(name) else name) or ""
+        directory = self.directory(context) if self.has_directory else None
+        return directory, (name(context) if callable(name) else name) or ""
 
     def _opened(self, place: _Place) -> _Run:
         with self._lock:
@@ -502,7 +560,10 @@ class Bridge(Closes):
                 self._open(run, *place)
             return run
 
-    def _open(self, run: _Run, root: Path, key: str) -> None:
+    def _open(self, run: _Run, root: Path | None, key: str) -> None:
+        if root is None:
+            self._open_without_directory(run, key)
+            return
         with ExitStack() as closing:
             files = closing.enter_context(
                 _shared_by(root, lambda: HostFilesystem(root, shared=True))
@@ -510,13 +571,40 @@ class Bridge(Closes):
             # A run without a name is not shared.
             named = (files.store, key or object())
             saved = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
-            run.registry = closing.enter_context(
-                ToolRegistry(
-                    self.tools, workspace=files, session=saved.session, policies=self._attached
-                )
-            )
+            run.registry = closing.enter_context(self._made(files, saved.session))
             run.mark, run.closing = saved.mark, closing.pop_all()
             run.idle_since, run.is_open = SYSTEM_CLOCK.monotonic(), True
+
+    def _open_without_directory(self, run: _Run, key: str) -> None:
+        run.closing = ExitStack()
+        if self._registry is not None:
+            run.registry = self._registry
+        else:
+            session = self._sessions.setdefault(key, self._session or Session())
+            run.registry = run.closing.enter_context(self._made(None, session))
+        run.mark = key or "run"
+        run.idle_since, run.is_open = SYSTEM_CLOCK.monotonic(), True
+
+    def _made(self, files: HostFilesystem | None, session: Session) -> ToolRegistry:
+        """Return the tools, policies and resources of a run."""
+        if not self._sections:
+            return ToolRegistry(
+                self._own,
+                workspace=files,
+                resources=self._resources,
+                session=session,
+                policies=self._attached,
+            )
+        above = MarkdownSection(
+            title=self._title or "Tools", tools=self._own, children=self._sections
+        )
+        return ToolRegistry.from_section(
+            above,
+            workspace=files,  # type: ignore[arg-type]
+            resources=self._resources,
+            session=session,
+            policies=self._attached,
+        )
 
     def _run_on(self, files: HostFilesystem, key: str) -> SavedSession:
         """Begin a run, or continue the one of that name."""

@@ -41,7 +41,9 @@ from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
+from weakincentives.prompt.section import Section
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS
+from weakincentives.resources import ResourceRegistry
 from weakincentives.runtime.hosted import OpenCall
 from weakincentives.tool_result import ToolResult
 
@@ -72,6 +74,8 @@ class Ours(TypedDict, total=False):
     tools: Iterable[object]
     run: str | None
     approvals: Mapping[str, Approval] | None
+    sections: Iterable[Section[Any]]
+    resources: Mapping[type[Any], Any] | ResourceRegistry | None
 
 
 async def query(
@@ -95,6 +99,7 @@ async def query(
     - ``approvals``: Answers to calls that were deferred, by the id in
       ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call that
       needs approval is deferred if its tool is in this process, and else denied.
+    - ``sections``, ``resources``: Tools with their policies, and what tools ask for.
 
     Args:
         prompt: As the SDK takes it. None with a resumed session continues with its deferred call.
@@ -187,6 +192,8 @@ class _Agent:
         tools: Iterable[object] = (),
         run: str | None = None,
         approvals: Mapping[str, Approval] | None = None,
+        sections: Iterable[Section[Any]] = (),
+        resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
     ) -> None:
         options = _with_session(options or ClaudeAgentOptions())
         self._root = os.path.realpath(workspace)
@@ -197,7 +204,15 @@ class _Agent:
                 "changes there could not be rolled back"
             )
         run = run or options.session_id or options.resume
-        self._bridge = Bridge(self._root, tools=tools, policies=policies, title=title, run=run)
+        self._bridge = Bridge(
+            self._root,
+            tools=tools,
+            policies=policies,
+            title=title,
+            run=run,
+            sections=sections,
+            resources=resources,
+        )
         self._can_use_tool = options.can_use_tool
         self._approvals = dict(approvals or {})
         self._stops: set[str] = set()

@@ -359,7 +359,7 @@ class WinkPlugin(BasePlugin):
 
     def __init__(
         self,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         *,
         name: str = "wink",
         **options: Unpack[BridgeOptions],

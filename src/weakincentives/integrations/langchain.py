@@ -116,7 +116,7 @@ class WinkMiddleware(Closes, AgentMiddleware[Any, Any, Any]):
 
     def __init__(
         self,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         *,
         agents: Iterable[str] = (),
         **options: Unpack[BridgeOptions],

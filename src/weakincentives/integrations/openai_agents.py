@@ -78,7 +78,7 @@ class Wink(Closes):
             ``needs_approval`` does.
     """
 
-    def __init__(self, workspace: Workspace = ".", **options: Unpack[BridgeOptions]) -> None:
+    def __init__(self, workspace: Workspace | None = ".", **options: Unpack[BridgeOptions]) -> None:
         self.bridge = Bridge(workspace, **options)
         self._calls = _Calls(self.bridge)
 

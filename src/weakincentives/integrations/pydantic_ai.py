@@ -74,7 +74,7 @@ class Wink(Closes, AbstractCapability[Any]):
 
     def __init__(
         self,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         *,
         covers: Callable[[ToolDefinition], bool] = lambda _: True,
         id: str | None = None,  # noqa: A002  # the framework's name for it
@@ -101,6 +101,8 @@ class Wink(Closes, AbstractCapability[Any]):
     def get_workspace(
         self, ctx: Context, *, ref: messages.WorkspaceRef | None
     ) -> workspaces.WorkspaceBackend | None:
+        if not self.bridge.has_directory:
+            return None
         backend = WinkWorkspace(str(self.bridge.directory(ctx)), self.bridge, ctx)
         return backend if ref is None or ref == backend.ref else None
 

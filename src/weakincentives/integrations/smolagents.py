@@ -349,7 +349,7 @@ class WinkExecutor(LocalPythonExecutor):
 
     def __init__(
         self,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         *,
         bridge: Bridge | None = None,
         additional_authorized_imports: Sequence[str] = (),
@@ -478,6 +478,8 @@ def _check_outer(bridge: Bridge, given: Any) -> None:
     """Refuse to wait for a cell that waits for us."""
     cell = _cell_here.get()
     if cell is None or cell.bridge is bridge:
+        return
+    if not (cell.bridge.has_directory and bridge.has_directory):
         return
     if cell.bridge.registry().workspace is bridge.registry(given).workspace:
         raise WinkError(
@@ -724,7 +726,7 @@ class WinkToolCallingAgent(Closes, ToolCallingAgent):
         tools: Sequence[object],
         model: Model,
         *,
-        workspace: Workspace = ".",
+        workspace: Workspace | None = ".",
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,

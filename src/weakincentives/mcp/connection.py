@@ -182,20 +182,23 @@ class McpConnection:
         *,
         caller: PendingCall | None = None,
         on_progress: OnProgress | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> types.CallToolResult:
         """Call a tool; raises McpServerError when the server fails, MCPError when it refuses.
 
-        Cancelling tells the server; what it answers later is dropped.
+        ``check`` is called on the connection's thread, once the server's tools are known: it may
+        raise. Cancelling tells the server; what it answers later is dropped.
         """
 
         async def report(progress: float, total: float | None, message: str | None) -> None:
             if on_progress is not None:
                 on_progress(progress, total, message)
 
-        given = dict(arguments)
-        return await self.request(
-            lambda client: client.call_tool(name, given, progress_callback=report), caller
-        )
+        async def ask(client: Client) -> types.CallToolResult:
+            check()
+            return await client.call_tool(name, dict(arguments), progress_callback=report)
+
+        return await self.request(ask, caller)
 
     async def request(
         self, ask: Callable[[Client], Awaitable[T]], caller: PendingCall | None = None

@@ -424,12 +424,11 @@ class McpToolsSection(Section[None]):
     ) -> ToolResult[McpOutput]:
         from mcp import MCPError, types
 
-        if terms.name in self._changed:
-            text = f"The server's tool is not offered any more: {self._changed[terms.name]}"
-            return ToolResult.error(text, code="NOT_APPROVED", recoverable=False)
         context.resources.find(self._lease)  # the connection ends with the resources it is used by
         try:
             answer = await self._answered(terms, params, context)
+        except _NotApproved as error:
+            return ToolResult.error(str(error), code="NOT_APPROVED", recoverable=False)
         except McpServerError as error:
             return _failure(terms, _unknown(terms, str(error)), error.code)
         except MCPError as error:
@@ -458,11 +457,17 @@ class McpToolsSection(Section[None]):
             said = partial(context.report, message or "", done=done, total=total)
             loop.call_soon_threadsafe(said)
 
+        def check() -> None:
+            if terms.name in self._changed:
+                raise _NotApproved(
+                    f"The server's tool is not offered any more: {self._changed[terms.name]}"
+                )
+
         try:
             async with asyncio.timeout(limit) as clock.timeout:
                 caller = PendingCall(context, terms.offered, clock.on_wait)
                 return await self._connection.call(
-                    terms.name, params, caller=caller, on_progress=report
+                    terms.name, params, caller=caller, on_progress=report, check=check
                 )
         except TimeoutError:
             await self._halt(terms)
@@ -551,6 +556,10 @@ def mcp_sections(servers: Mapping[str, object], **options: Any) -> tuple[McpTool
     for name, section in made.items():
         section._share_names(name, elsewhere(name))  # pyright: ignore[reportPrivateUsage]
     return tuple(made.values())
+
+
+class _NotApproved(Exception):
+    """The server defines the tool otherwise than it was approved."""
 
 
 class _ServerTool(Tool[dict[str, Any], McpOutput]):

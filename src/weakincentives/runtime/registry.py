@@ -148,6 +148,11 @@ class ToolRegistry:
             raise LookupError("this registry has no workspace: make it with workspace=...")
         return self._workspace
 
+    @property
+    def policies(self) -> tuple[AnyPolicy, ...]:
+        """The policies that govern every tool."""
+        return tuple(cast("AnyPolicy", each.policy) for each in self._policies)
+
     def _opened(
         self, workspace: str | os.PathLike[str] | HostFilesystem | None, resources: Resources | None
     ) -> Resolver:
@@ -572,7 +577,7 @@ class ToolRegistry:
         cls,
         section: Section[Any],
         *,
-        workspace: str | os.PathLike[str] | None = None,
+        workspace: str | os.PathLike[str] | HostFilesystem | None = None,
         resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
         session: Session | None = None,
         policies: Iterable[AnyPolicy] = (),
