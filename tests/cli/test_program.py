@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_agents import PROGRAMS
 from terminal import WINK, Terminal, environment, wink
 
 from ordinary_user import NOBODY, OrdinaryUser
@@ -318,8 +319,9 @@ class Responses(BaseHTTPRequestHandler):
 def test_the_real_codex_is_one_call_however_it_ends(
     project: Path, tmp_path: Path, is_interrupted: bool
 ):
-    if shutil.which("codex") is None:
-        pytest.skip("there is no codex: npm install @openai/codex")
+    path = f"{PROGRAMS}:{os.environ['PATH']}"
+    if shutil.which("codex", path=path) is None:
+        pytest.skip("there is no codex: make agents")
     (project / "src").mkdir()
     (project / "src" / "a.py").write_text("a\n")
     began = tmp_path / "began"
@@ -338,7 +340,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
     )
     argv = ["codex", "exec", "--skip-git-repo-check"]
     argv += ["--dangerously-bypass-approvals-and-sandbox", "go"]
-    env = {"CODEX_HOME": str(home)}
+    env = {"CODEX_HOME": str(home), "PATH": path}
     with Terminal([*WINK, "exec", "--", *argv], cwd=project, env=env) as terminal:
         if is_interrupted:
             began.read_bytes()
