@@ -494,7 +494,7 @@ def _run_with_effects(where: Path, *, resume: bool = False) -> str:
         return calls(*(("send", {"text": text}) for text in "abcd"[answers : answers + 2]))
 
     section = MarkdownSection(title="Task", template="Send.", tools=[send])
-    with HostFilesystem(where / "project") as files:
+    with HostFilesystem(where / "project", store=where / "store") as files:
         prompt = Prompt(PromptTemplate(sections=[section], resources={Filesystem: files}))
         path = where / "run.jsonl"
         saved = SavedSession.open(path) if resume else SavedSession.create(path, Session())
@@ -530,7 +530,7 @@ def test_a_damaged_file_is_not_gone_on_with_and_no_call_on_record_runs_twice(
         where = Path(folder) / "copy"
         reached[:] = before
         shutil.copytree(original, where, symlinks=True)
-        adopt_store(where / "project")  # a copy is another directory
+        adopt_store(where / "project", store=where / "store")  # a copy is another directory
         path = where / "run.jsonl"
         whole = SavedSessionData.read(path).log[name]
         data = bytearray(path.read_bytes())
