@@ -32,7 +32,14 @@ from mcp.client.auth.extensions.client_credentials import (
 from mcp.client.auth.extensions.identity_assertion import IdentityAssertionOAuthProvider
 
 import weakincentives as wink
-from weakincentives.mcp import HttpServer, McpToolsSection, OAuth, TokenFile
+from weakincentives.mcp import (
+    HttpServer,
+    McpPromptSection,
+    McpResourcesSection,
+    McpToolsSection,
+    OAuth,
+    TokenFile,
+)
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 
 SCENARIO = os.environ["MCP_CONFORMANCE_SCENARIO"]
@@ -146,6 +153,10 @@ def main() -> None:
             for name, arguments in calls(section):
                 result = tools.execute(name, arguments)
                 sys.stdout.write(f"{name}: {result.render()[:500]}\n")
+            if SCENARIO == "http-standard-headers":
+                about = section.connection.about()
+                McpResourcesSection(server=section, include=[about.resources[0][0]])
+                McpPromptSection(server=section, prompt=about.prompts[0][0].partition("(")[0])
 
 
 main()
