@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import json
@@ -401,6 +400,8 @@ class ApprovalPolicy:
 async def answer_to(ask: Ask, request: ApprovalRequest, timeout: float | None) -> Approval:
     """Ask a person; a late or invalid answer, and an ``ask`` that raises, is a denial."""
     try:
+        import asyncio  # here and below: it takes 30 ms, and most commands need no loop
+
         answer = await asyncio.wait_for(_asked(ask, request), timeout)
     except Exception as error:
         if isinstance(error, Suspended):  # the answer comes later
@@ -466,6 +467,8 @@ async def _in_time(tool: Tool[Any, Any], request: Callable[[], ApprovalRequest])
     if tool.preview is None:
         return request()
     try:
+        import asyncio
+
         return await asyncio.wait_for(in_thread(request), _PREVIEW_SECONDS)
     except TimeoutError:
         raise ToolValidationError(
