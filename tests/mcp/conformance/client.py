@@ -32,6 +32,7 @@ from mcp.client.auth.extensions.client_credentials import (
 from mcp.client.auth.extensions.identity_assertion import IdentityAssertionOAuthProvider
 
 import weakincentives as wink
+from weakincentives.adapters import ScriptedAdapter
 from weakincentives.mcp import (
     HttpServer,
     McpPromptSection,
@@ -147,7 +148,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         server = HttpServer(URL, auth=auth(TokenFile(Path(directory) / "tokens.json")))
         with (
-            McpToolsSection(server=server, ask=approve) as section,
+            McpToolsSection(
+                server=server, ask=approve, model=ScriptedAdapter(["."]), roots=[directory]
+            ) as section,
             wink.ToolRegistry.from_section(section) as tools,
         ):
             for name, arguments in calls(section):
