@@ -133,7 +133,6 @@ FROZEN: list[object] = [
     re.compile("a"),
     ValueError("no"),
     print,
-    Cart,
     numpy.float64(1.5),
 ]
 

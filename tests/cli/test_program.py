@@ -340,7 +340,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
     )
     argv = ["codex", "exec", "--skip-git-repo-check"]
     argv += ["--dangerously-bypass-approvals-and-sandbox", "go"]
-    env = {"CODEX_HOME": str(home), "PATH": path}
+    env = {"CODEX_HOME": str(home), "HOME": str(home), "PATH": path}  # no profile of ours
     with Terminal([*WINK, "exec", "--", *argv], cwd=project, env=env) as terminal:
         if is_interrupted:
             began.read_bytes()
@@ -355,7 +355,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
 
     assert (code != 0) == is_interrupted, terminal.text
     [call] = calls(project)
-    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"])
+    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"]), terminal.text
     assert wink("undo", cwd=project).returncode == 0
     assert sorted(os.listdir(project)) == ["a.txt", "src"]
     assert (project / "src" / "a.py").read_text() == "a\n"
@@ -405,7 +405,7 @@ def test_what_a_failed_program_changed_can_be_brought_back(project: Path, engine
 def test_what_a_person_did_not_commit_can_be_brought_back(project: Path):
     argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
     with Terminal(argv, cwd=project) as terminal:
-        terminal.wait_for("[c/r]?")
+        terminal.wait_for("[c/r/?]?")
         terminal.send("r\n")
         assert terminal.end() == 1
         said = " ".join(terminal.text.split())
@@ -452,7 +452,7 @@ def test_asking_needs_a_terminal_before_anything_runs(project: Path):
 def test_a_person_sees_the_diff_and_decides(project: Path, answer: str, text: str):
     argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
     with Terminal(argv, cwd=project) as terminal:
-        terminal.wait_for("[c/r]?")
+        terminal.wait_for("[c/r/?]?")
         assert "+two" in terminal.text
         terminal.send(answer if answer == "\x04" else f"{answer}\n")
         assert terminal.end() == (0 if answer == "c" else 1)

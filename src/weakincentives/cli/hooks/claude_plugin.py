@@ -15,6 +15,7 @@ from weakincentives import __version__
 from weakincentives.cli.common import Misuse, echo
 from weakincentives.cli.hooks.adapters import ADAPTERS
 from weakincentives.cli.hooks.install import matchers_of
+from weakincentives.programs import find_program, missing_program
 
 _NAME = "wink@wink"
 """The plug-in, and its marketplace: a directory of ours."""
@@ -67,9 +68,10 @@ def install_plugin() -> None:
 
 def remove_plugin() -> None:
     """Have Claude Code forget the plug-in, if it has it."""
-    if plugin_directory().exists() and shutil.which("claude"):
+    program = find_program("claude")
+    if plugin_directory().exists() and program is not None:
         for words in (("uninstall", _NAME), ("marketplace", "remove", "wink")):
-            subprocess.run(["claude", "plugin", *words], capture_output=True, check=False)
+            subprocess.run([program, "plugin", *words], capture_output=True, check=False)
 
 
 def show_plugin() -> None:
@@ -79,10 +81,10 @@ def show_plugin() -> None:
 
 
 def _claude(*words: str) -> None:
-    command = ["claude", "plugin", *words]
-    if shutil.which("claude") is None:
-        raise Misuse(f"claude is not on the PATH; run where it is: {shlex.join(command)}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command, program = ["claude", "plugin", *words], find_program("claude")
+    if program is None:
+        raise Misuse(f"{missing_program('claude')}; or run this yourself: {shlex.join(command)}")
+    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().splitlines()
         raise Misuse(f"{shlex.join(command)} failed: {reason[-1] if reason else 'no reason given'}")
