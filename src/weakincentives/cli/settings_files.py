@@ -12,9 +12,9 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from difflib import unified_diff
 from pathlib import Path
-from time import localtime, strftime
 from typing import Any, cast
 
 from weakincentives.cli.common import Misuse, echo
@@ -53,7 +53,7 @@ def apply(changes: Sequence[Change]) -> None:
         if each.before is not None:
             mode = stat.S_IMODE(path.stat().st_mode)
             if path.suffix in (".json", ".toml"):  # others are wholly ours
-                now = strftime("%Y%m%d-%H%M%S", localtime(SYSTEM_CLOCK.time()))
+                now = f"{datetime.fromtimestamp(SYSTEM_CLOCK.time()):%Y%m%d-%H%M%S}"
                 copy = path.with_name(f"{path.name}.before-wink-{now}")
                 _write(copy, each.before, mode)
                 echo(f"The earlier file is kept as {copy}")

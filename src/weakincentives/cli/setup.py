@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from weakincentives.cli.common import Misuse, echo, examples
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _page(context: typer.Context, more: list[tuple[str, str]]) -> str:
         **_ending(command.epilog or ""),
         "SEE ALSO": "wink(1)" if name != "wink" else "wink-log(1), wink-undo(1), wink-exec(1)",
     }
-    head = f'.TH {name.upper()} 1 "{date.today():%Y-%m-%d}" "wink {__version__}"'
+    today = datetime.fromtimestamp(SYSTEM_CLOCK.time())
+    head = f'.TH {name.upper()} 1 "{today:%Y-%m-%d}" "wink {__version__}"'
     return "\n".join([head, *(f".SH {title}\n{body}" for title, body in parts.items() if body), ""])
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import McpServerError, MissingExtra
 from weakincentives.programs import open_link
 from weakincentives.state import state_directory
@@ -95,14 +95,14 @@ class TokenFile:
             tokens = OAuthToken.model_validate(stored["tokens"])
         except (KeyError, ValueError):
             return None
-        if time.time() > stored.get("expires_at", float("inf")) - _EARLY:
+        if SYSTEM_CLOCK.time() > stored.get("expires_at", float("inf")) - _EARLY:
             tokens.access_token = ""  # so that the provider refreshes it before the first request
         return tokens
 
     async def set_tokens(self, tokens: OAuthToken) -> None:
         given = {"tokens": tokens.model_dump(mode="json", exclude_none=True)}
         left = tokens.expires_in
-        self._write(given | ({} if left is None else {"expires_at": time.time() + left}))
+        self._write(given | ({} if left is None else {"expires_at": SYSTEM_CLOCK.time() + left}))
 
     async def get_client_info(self) -> OAuthClientInformationFull | None:
         return self.client_info()

@@ -13,13 +13,13 @@ import copy
 import itertools
 import math
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 from weakincentives.call import current_view, transaction_under_way
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
@@ -82,8 +82,8 @@ class Work(ABC):
         """Enter the lock, stopping a statement of an abandoned handler; False if it goes on."""
         if self.lock.acquire(blocking=False):
             return True
-        until = time.monotonic() + _STOPS_WITHIN
-        while time.monotonic() < until:
+        until = SYSTEM_CLOCK.monotonic() + _STOPS_WITHIN
+        while SYSTEM_CLOCK.monotonic() < until:
             self.interrupt()
             if self.lock.acquire(timeout=0.02):
                 return True
