@@ -147,7 +147,7 @@ def test_a_command_that_timed_out_leaves_neither_process_nor_cgroup(box: Box):
     done = box.run("trap '' TERM; sleep 1000 & setsid sleep 1000", timeout=0.5)
 
     assert done.timed_out
-    assert offspring() == before
+    assert offspring() <= before  # what an earlier test has left may end meanwhile
     assert box.run("true").ok
     until(lambda: sweep_cgroups() and are_gone(groups))
 
