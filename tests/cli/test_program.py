@@ -405,7 +405,7 @@ def test_what_a_failed_program_changed_can_be_brought_back(project: Path, engine
 def test_what_a_person_did_not_commit_can_be_brought_back(project: Path):
     argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
     with Terminal(argv, cwd=project) as terminal:
-        terminal.wait_for("[c/r/?]?")
+        terminal.wait_for("[c/r]?")
         terminal.send("r\n")
         assert terminal.end() == 1
         said = " ".join(terminal.text.split())
@@ -452,7 +452,7 @@ def test_asking_needs_a_terminal_before_anything_runs(project: Path):
 def test_a_person_sees_the_diff_and_decides(project: Path, answer: str, text: str):
     argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
     with Terminal(argv, cwd=project) as terminal:
-        terminal.wait_for("[c/r/?]?")
+        terminal.wait_for("[c/r]?")
         assert "+two" in terminal.text
         terminal.send(answer if answer == "\x04" else f"{answer}\n")
         assert terminal.end() == (0 if answer == "c" else 1)

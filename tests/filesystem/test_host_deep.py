@@ -149,7 +149,6 @@ def test_what_cannot_be_swept_is_told_and_the_rest_is_swept(
         needs_overlay(fs)
         monkeypatch.setattr(overlay.Overlay, "empty", lambda _: False)  # not to be used again
         monkeypatch.setattr(overlay.Overlay, "discard", fail_twice)
-        monkeypatch.setattr(overlay.Overlay, "empty", lambda _: False)  # none is used again
         for _ in range(3):
             fs.run("true")
         left = fs.store / "open"

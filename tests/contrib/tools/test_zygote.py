@@ -177,12 +177,6 @@ def test_a_command_has_the_umask_and_the_signals_of_any_other_subprocess(box: Bo
     assert int(ignored, 16) & ~own == int(bare_ignored, 16) & ~own
 
 
-def _mask_and_ignored(printed: str) -> tuple[str, int]:
-    """Return the umask and the ignored signals; 32 and 33 are the C library's own."""
-    umask, _, ignored = printed.split()
-    return umask, int(ignored, 16) & ~(0b11 << 31)
-
-
 SCRIPT = """
 import os, sys, threading
 from weakincentives.contrib.tools import find_sandbox
