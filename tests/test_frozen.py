@@ -133,7 +133,7 @@ FROZEN: list[object] = [
     re.compile("a"),
     ValueError("no"),
     print,
-    Cart,
+    (Cart,),  # a class
     numpy.float64(1.5),
 ]
 

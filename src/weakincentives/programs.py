@@ -173,15 +173,17 @@ def open_link(link: str) -> bool:
         return True
 
 
-def reach_of_agents(path: str, *, ours: bool = True) -> str | None:
+def reach_of_agents(path: str, *, ours: bool = True, environments: bool = True) -> str | None:
     """Return why an agent may have written what is at an absolute path, or None if it cannot.
 
     Every link on the way counts with the directory that it is in, and so does where it leads to.
 
     Args:
         ours: Whether our own installation is out of reach, wherever it is.
+        environments: Whether every environment of a project counts, no agent having worked there.
     """
-    state = len(_writable), _active(), ours, int(SYSTEM_CLOCK.monotonic() / _LASTS)
+    until = int(SYSTEM_CLOCK.monotonic() / _LASTS)
+    state = len(_writable), _active(), ours, environments, until
     for step in _steps(path):
         if why := _why_writable(step, state):
             return why
@@ -192,10 +194,15 @@ def drop_planted_modules() -> None:
     """Look for modules only where no agent can have written any: see ``state.module_path``.
 
     An editable install puts a project's directory on the path, and so does ``PYTHONPATH``. A module
-    there would be loaded in place of one that is not installed.
+    there would be loaded in place of one that is not installed. The environment of a project that
+    is on the path is the one that we run in.
     """
     module_path()  # as it was
-    sys.path[:] = [each for each in sys.path if reach_of_agents(os.path.abspath(each)) is None]
+    sys.path[:] = [
+        each
+        for each in sys.path
+        if reach_of_agents(os.path.abspath(each), environments=False) is None
+    ]
 
 
 def script_in_reach(program: str, arguments: Sequence[str], directory: str) -> str | None:
@@ -337,13 +344,13 @@ def _steps(path: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def _why_writable(path: str, state: tuple[int, frozenset[str], bool, int]) -> str | None:
+def _why_writable(path: str, state: tuple[int, frozenset[str], bool, bool, int]) -> str | None:
     """Return why agents can write to a path; the directories on the way are no links.
 
     Args:
         state: What the answer depends on besides the disk, and the time until it is asked again.
     """
-    _, active, ours, _ = state
+    _, active, ours, environments, _ = state
     if _is_open(path):
         return f"everybody can write to {path}"
     above, below = path, ""
@@ -351,7 +358,11 @@ def _why_writable(path: str, state: tuple[int, frozenset[str], bool, int]) -> st
         if above in _writable or _is_mounted_writable(above) or _is_known(above):
             if not (ours and _is_ours(path, above)):
                 return f"agents can write to {above}"
-        elif (above in active or _is_environment(above)) and not (ours and _is_ours(path, above)):
+        elif (
+            environments
+            and (above in active or _is_environment(above))
+            and not (ours and _is_ours(path, above))
+        ):
             return f"{above} is the environment of a project, which agents may change"
         if below and _is_open(above, below):
             return f"everybody can write to {above}"

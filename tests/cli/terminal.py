@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,6 +20,7 @@ from forked import Forked, can_fork
 from forked import start as start_forked
 
 from waiting import is_readable
+from weakincentives.clock import SYSTEM_CLOCK
 
 WINK = (sys.executable, "-m", "weakincentives.cli")
 
@@ -81,6 +83,14 @@ class Terminal:
             seen = self.text
         assert seen.count(wanted) >= times, f"{wanted!r} did not come; on the screen is:\n{seen}"
         return seen
+
+    def type(self, keys: str, timeout: float = 240) -> None:
+        """Type at a prompt, once it is there: what is typed before it, the system edits."""
+        until = SYSTEM_CLOCK.monotonic() + timeout
+        while termios.tcgetattr(self._master)[3] & termios.ICANON:
+            assert SYSTEM_CLOCK.monotonic() < until, f"there is no prompt:\n{self.text}"
+            time.sleep(0.01)
+        self.send(keys)
 
     def send(self, keys: str) -> None:
         """Type."""

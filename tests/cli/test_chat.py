@@ -96,16 +96,16 @@ def test_talk_approve_interrupt_send_undo_and_rewind(project: Path, state: Path)
     ]
     with chatting(project, turns, "--ask", "write_file") as terminal:
         terminal.wait_for("Ctrl-D quits.")
-        terminal.send("fix the sum\x1b\rin calc.py\r")  # Alt-Enter between them
+        terminal.type("fix the sum\x1b\rin calc.py\r")  # Alt-Enter between them
         terminal.wait_for(r"Fixed \x1b[31mit.")  # spelled out
         assert "sum(prices)" in (project / "calc.py").read_text()
-        terminal.send("/diff\r")
+        terminal.type("/diff\r")
         terminal.wait_for("+    return sum(prices)")
-        terminal.send("/plan\r/cost\r")
+        terminal.type("/plan\r/cost\r")
         terminal.wait_for("1. Fix the sum")
         terminal.wait_for("200 tokens read, 30 written")
 
-        terminal.send("write it\r")
+        terminal.type("write it\r")
         terminal.wait_for("no with a reason")
         terminal.send("r\r")
         terminal.wait_for("Reason, for the model:")
@@ -113,31 +113,31 @@ def test_talk_approve_interrupt_send_undo_and_rewind(project: Path, state: Path)
         terminal.wait_for("Then not.")
         assert "that file is mine" in texts_of(project, "tool")[-1]
 
-        terminal.send("now wait\r")
+        terminal.type("now wait\r")
         terminal.wait_for("shell_execute echo half")
         with open(project.parent / "waiting", "w"):  # the command reads: it has written half.txt
             terminal.interrupt()
             terminal.wait_for("interrupted: 1 turn")
-        terminal.send("never mind\r")
+        terminal.type("never mind\r")
         terminal.wait_for("I stop.")
         assert [path.name for path in project.iterdir()] == ["calc.py"]
 
-        terminal.send("wait again\r")
+        terminal.type("wait again\r")
         with open(project.parent / "waiting", "w"):
             terminal.send("use pytes\x7fst\r")
             terminal.wait_for("queued: use pytest")
         terminal.wait_for("Noted.")
 
-        terminal.send("/undo 1\r")
+        terminal.type("/undo 1\r")
         terminal.wait_for("Undone: calc.py")
         assert (project / "calc.py").read_text() == BROKEN
-        terminal.send("/rewind\r")
+        terminal.type("/rewind\r")
         terminal.wait_for("  5  wait again")
-        terminal.send("/rewind 3\r")
+        terminal.type("/rewind 3\r")
         terminal.wait_for("Back before message 3.")
-        terminal.send(" please\r")  # after the old message, which stands in the prompt
+        terminal.type(" please\r")  # after the old message, which stands in the prompt
         terminal.wait_for("As before.")
-        terminal.send("\x04")
+        terminal.type("\x04")
         assert terminal.end() == 0
         assert f"To continue: wink chat --resume {runs_of(project)[0].mark}" in terminal.text
 
@@ -150,12 +150,12 @@ def test_a_chat_waits_for_input_and_ctrl_c_quits_it_the_second_time(project: Pat
     with chatting(project, ["Hello."]) as terminal:
         terminal.wait_for("Ctrl-D quits.")
         assert runs_of(project) == ()  # nothing was said
-        terminal.send("hi\r")
+        terminal.type("hi\r")
         terminal.wait_for("Hello.")
         (run,) = runs_of(project)
         refused = wink("send", run.mark, "x", cwd=project, env=dict(os.environ))
         assert (refused.returncode, "waits for input" in refused.stderr) == (2, True)
-        terminal.send("half a message")
+        terminal.type("half a message")
         terminal.wait_for("half a message")
         terminal.interrupt()
         terminal.wait_for("Ctrl-C again quits")
@@ -169,18 +169,18 @@ def test_a_killed_chat_continues_where_it_was(project: Path):
     turns = [READ, FIX, "Fixed.", WAIT, "I see."]
     with chatting(project, turns) as terminal:
         terminal.wait_for("Ctrl-D quits.")
-        terminal.send("fix it\r")
+        terminal.type("fix it\r")
         terminal.wait_for("Fixed.")
-        terminal.send("wait\r")
+        terminal.type("wait\r")
         with open(project.parent / "waiting", "w"):
             terminal.process.kill()
             terminal.end()
     with Terminal([*WINK, "chat", "--resume"], cwd=project, env=dict(os.environ)) as terminal:
         terminal.wait_for("resumed ")
         terminal.wait_for("> wait")
-        terminal.send("go on\r")
+        terminal.type("go on\r")
         terminal.wait_for("I see.")
-        terminal.send("/quit\r")
+        terminal.type("/quit\r")
         assert terminal.end() == 0
 
     assert [path.name for path in project.iterdir()] == ["calc.py"]
@@ -198,17 +198,17 @@ def test_a_model_that_does_not_answer_is_interrupted(project: Path):
         argv = [*WINK, "chat", "-m", "openai:some-model", "--sandbox", "none"]
         with Terminal(argv, cwd=project, env={**os.environ, **keys}) as terminal:
             terminal.wait_for("Ctrl-D quits.")
-            terminal.send("hello?\r")
+            terminal.type("hello?\r")
             terminal.wait_for("turn 1: thinking")
             while not played.bodies:  # the server's thread fills it
                 time.sleep(0.01)
             terminal.interrupt()
             terminal.wait_for("interrupted: 1 turn")
-            terminal.send("are you there?\r")
+            terminal.type("are you there?\r")
             terminal.wait_for("Here I am.")
-            terminal.send("bye\r")
+            terminal.type("bye\r")
             terminal.wait_for("Bye.")
-            terminal.send("\x04")
+            terminal.type("\x04")
             assert terminal.end() == 0
         asked = played.asked()[-1].messages
 
@@ -233,9 +233,9 @@ def test_a_signal_that_reaches_another_thread_interrupts_a_turn_that_waits(proje
     with chatting(project, [{"call": ["wait"]}, {"call": ["wait"]}]) as terminal:
         terminal.wait_for("Ctrl-D quits.")
         for number in (1, 2):
-            terminal.send("wait\r")
+            terminal.type("wait\r")
             terminal.wait_for("interrupted: 1 turn", times=number)
-        terminal.send("\x04")
+        terminal.type("\x04")
         assert terminal.end() == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -180,6 +181,14 @@ def alone(agent: Running, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_plug_in_for_claude_code_records_and_undoes(project: Path, tmp_path: Path):
     before = tree(project)
     agent = Running(AGENTS["claude"], project, tmp_path / "home")
+    # As a person installs it: in no project's node_modules, which agents may change.
+    launcher = tmp_path / "bin" / "claude"
+    launcher.parent.mkdir()
+    launcher.write_text(
+        f'#!/bin/sh\nexec "{shutil.which("claude", path=agent.env["PATH"])}" "$@"\n'
+    )
+    launcher.chmod(0o755)
+    agent.env["PATH"] = f"{launcher.parent}:{agent.env['PATH']}"
     wink("hook", "install", "claude", cwd=project, env=agent.env)
     installed = alone(agent, "hook", "install", "claude", "--plugin")
     assert installed.returncode == 0, installed.stderr

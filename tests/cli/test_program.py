@@ -340,7 +340,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
     )
     argv = ["codex", "exec", "--skip-git-repo-check"]
     argv += ["--dangerously-bypass-approvals-and-sandbox", "go"]
-    env = {"CODEX_HOME": str(home), "PATH": path}
+    env = {"CODEX_HOME": str(home), "HOME": str(home), "PATH": path}  # no profile of ours
     with Terminal([*WINK, "exec", "--", *argv], cwd=project, env=env) as terminal:
         if is_interrupted:
             began.read_bytes()
@@ -355,7 +355,7 @@ def test_the_real_codex_is_one_call_however_it_ends(
 
     assert (code != 0) == is_interrupted, terminal.text
     [call] = calls(project)
-    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"])
+    assert (call["outcome"], changed(call)) == ("committed", ["new.txt", "src/a.py"]), terminal.text
     assert wink("undo", cwd=project).returncode == 0
     assert sorted(os.listdir(project)) == ["a.txt", "src"]
     assert (project / "src" / "a.py").read_text() == "a\n"

@@ -331,7 +331,10 @@ def test_a_question_mark_explains_the_answers(
     size = os.terminal_size((80, 24))
     monkeypatch.setattr("weakincentives.cli.question._terminal_size", lambda: size)
 
-    assert Talk().choose(["Run?"], {"y": "yes", "r": "no with a reason", "n": "no"}) == "n"
+    answers = {"y": "yes", "r": "no with a reason", "n": "no"}
+    explained = {"y": "run it", "r": "do not run it; the model reads your reason", "n": "do not"}
+
+    assert Talk().choose(["Run?"], answers, explained) == "n"
     assert labels[0] == "yes, no with a reason, no [y/r/n/?]? "
     assert "  r  no with a reason: do not run it; the model reads your reason\n" in (
         capsys.readouterr().out

@@ -415,7 +415,7 @@ def _engines(workspace: Path) -> Found:
 
     yield "ok", "file tools: a journal records every change before it is made"
     store = location_of(workspace)
-    way = find_way(workspace, store if store.is_dir() else store.parent)
+    way = find_way(workspace, store if store.is_dir() else state_directory())
     if isinstance(way, str):
         advice = "an overlay needs root, or user namespaces and ext4, xfs or btrfs"
         yield "warning", f"commands: a scan before and after each, because {way}", advice

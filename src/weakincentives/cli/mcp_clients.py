@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from weakincentives.cli.settings_files import (
     with_member,
     without_member,
 )
+from weakincentives.programs import find_program
 
 _NAME = "wink"
 
@@ -63,7 +63,7 @@ class _Client:
 def _program() -> str:
     """Return the full path of this program: a client may have another PATH."""
     beside = Path(sys.executable).with_name("wink")
-    found = str(beside) if beside.exists() else shutil.which("wink")
+    found = str(beside) if beside.exists() else find_program("wink")
     return os.path.abspath(found or sys.argv[0])
 
 

@@ -152,10 +152,11 @@ _HELP = {
 def _answer(request: ApprovalRequest, talk: _Talk, answers: Mapping[str, str]) -> str:
     width, height = _terminal_size()
     asked = question(request, width=width, height=height)
-    said = talk.choose(asked.lines, {**answers, "v": "view all"} if asked.hidden else answers)
+    some = {**answers, "v": "view all"} if asked.hidden else answers
+    said = talk.choose(asked.lines, some, _HELP)
     if said == "v":
         asked = question(request, width=width, height=None)
-        said = talk.choose(asked.lines, answers)
+        said = talk.choose(asked.lines, answers, _HELP)
     return said
 
 
@@ -234,13 +235,18 @@ class _Talk:
         for line in _block(visible(text).split("\n"), max(_terminal_size()[0], 40)):
             self.say(line)
 
-    def choose(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        """Ask, and return the key of an answer."""
+    def choose(
+        self,
+        question: Sequence[str],
+        answers: Mapping[str, str],
+        explained: Mapping[str, str] | None = None,
+    ) -> str:
+        """Ask, and return the key of an answer; ``?`` shows what each does, if that is given."""
         is_diff = False
         for line in question:
             is_diff = line == _CHANGE or (is_diff and line.startswith("    "))
             self.say(line, style=diff_style(line[len(_GUTTER) :]) if is_diff else "")
-        keys = [*answers, "?"] if answers.keys() & _HELP.keys() else [*answers]
+        keys = [*answers, "?"] if explained else [*answers]
         words, keys = ", ".join(answers.values()), f"[{'/'.join(keys)}]? "
         is_narrow = len(words) + len(keys) + 8 > _terminal_size()[0]
         choices = f"{words}\n{keys}" if is_narrow else f"{words} {keys}"
@@ -249,9 +255,9 @@ class _Talk:
             for key, answer in answers.items():
                 if said in (key, answer):
                     return key
-            if said == "?":
+            if said == "?" and explained:
                 for key, answer in answers.items():
-                    self.say(f"  {key}  {answer}: {_HELP.get(key, answer)}")
+                    self.say(f"  {key}  {answer}: {explained[key]}")
 
     def line(self, label: str) -> str:
         """Return a line that a person types; what was typed before, or pasted, does not count.

@@ -90,6 +90,7 @@ def _parse_object(data: object) -> Any:
 
 @lru_cache(maxsize=1024)
 def _compiled(target: Any, extra: Extra, strict: bool) -> Callable[[object], Any]:
+    _import_pydantic()
     from pydantic_core import SchemaValidator, ValidationError, to_json
 
     from weakincentives.serde import problems
@@ -169,6 +170,16 @@ def dump(value: object) -> Any:
         raise TypeError(f"Cannot dump {type(value).__qualname__}: {error}") from error
 
 
+_importing = threading.Lock()
+
+
+def _import_pydantic() -> None:
+    """Import pydantic, one thread at a time: two at once can see it half initialised."""
+    with _importing:
+        import pydantic.errors
+        import pydantic.json_schema  # noqa: F401
+
+
 @lru_cache(maxsize=1024)
 def adapter_for(
     target: Any, extra: Extra = "forbid", *, describe: bool = False, strict: bool = True
@@ -177,6 +188,7 @@ def adapter_for(
 
     Only a schema needs descriptions, and finding them parses the file that defines each class.
     """
+    _import_pydantic()
     from pydantic import ConfigDict, GetPydanticSchema, TypeAdapter
     from pydantic.errors import (
         PydanticSchemaGenerationError,

@@ -147,7 +147,7 @@ def test_a_command_that_timed_out_leaves_neither_process_nor_cgroup(box: Box):
     done = box.run("trap '' TERM; sleep 1000 & setsid sleep 1000", timeout=0.5)
 
     assert done.timed_out
-    assert offspring() == before
+    assert offspring() <= before  # what an earlier test has left may end meanwhile
     assert box.run("true").ok
     until(lambda: sweep_cgroups() and are_gone(groups))
 
@@ -171,8 +171,10 @@ def test_a_command_has_the_umask_and_the_signals_of_any_other_subprocess(box: Bo
     finally:
         os.umask(before)
 
-    assert done.stdout.split() == bare.stdout.split()
-    assert done.stdout.startswith("0027\nSigIgn:")
+    own = 0b11 << 31  # 32 and 33 belong to the C library, which handles them in some processes only
+    (mask, _, ignored), (bare_mask, _, bare_ignored) = done.stdout.split(), bare.stdout.split()
+    assert mask == bare_mask == "0027"
+    assert int(ignored, 16) & ~own == int(bare_ignored, 16) & ~own
 
 
 SCRIPT = """

@@ -15,6 +15,7 @@ from weakincentives import __version__
 from weakincentives.cli.common import Misuse, echo
 from weakincentives.cli.hooks.adapters import ADAPTERS
 from weakincentives.cli.hooks.install import matchers_of
+from weakincentives.programs import find_program, missing_program, safe_environment
 
 _NAME = "wink@wink"
 """The plug-in, and its marketplace: a directory of ours."""
@@ -67,9 +68,11 @@ def install_plugin() -> None:
 
 def remove_plugin() -> None:
     """Have Claude Code forget the plug-in, if it has it."""
-    if plugin_directory().exists() and shutil.which("claude"):
+    program = find_program("claude")
+    if plugin_directory().exists() and program is not None:
         for words in (("uninstall", _NAME), ("marketplace", "remove", "wink")):
-            subprocess.run(["claude", "plugin", *words], capture_output=True, check=False)
+            command = [program, "plugin", *words]
+            subprocess.run(command, capture_output=True, check=False, env=safe_environment())
 
 
 def show_plugin() -> None:
@@ -79,13 +82,17 @@ def show_plugin() -> None:
 
 
 def _claude(*words: str) -> None:
-    command = ["claude", "plugin", *words]
-    if shutil.which("claude") is None:
-        raise Misuse(f"claude is not on the PATH; run where it is: {shlex.join(command)}")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    shown = shlex.join(["claude", "plugin", *words])
+    program = find_program("claude")
+    if program is None:
+        raise Misuse(f"{missing_program('claude')}; run where it is: {shown}")
+    command = [program, "plugin", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=safe_environment()
+    )
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().splitlines()
-        raise Misuse(f"{shlex.join(command)} failed: {reason[-1] if reason else 'no reason given'}")
+        raise Misuse(f"{shown} failed: {reason[-1] if reason else 'no reason given'}")
 
 
 def _command(name: str, description: str, arguments: str) -> str:
