@@ -49,7 +49,7 @@ test-all: $(VENDORS) $(SERVERS) $(MCP_NODE) $(AGENTS)  ## Everything: vendors' p
 torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 begins nothing more after five minutes of tests.
 	@echo 'make torture SEED=$(SEED) repeats this'
 	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
-	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $$(grep -rl --include='test_*.py' hypothesis tests)
+	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $(ARGS) $$(grep -rl --include='test_*.py' hypothesis tests)
 	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
 	WINK_TORTURE=1000 $(random) $(limit) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py

@@ -170,10 +170,10 @@ def test_without_wink_it_runs_no_tool(agent: Running, project: Path, tmp_path: P
     assert (project / "src" / "a.py").exists()
 
 
-def alone(agent: Running, *words: str) -> subprocess.CompletedProcess[str]:
+def alone(agent: Running, *words: str, path: str) -> subprocess.CompletedProcess[str]:
     """Run `wink`, and what it starts, where no network can be reached."""
     return subprocess.run(
-        ["unshare", "--net", *WINK, *words], cwd=agent.project, env=agent.env,
+        ["unshare", "--net", *WINK, *words], cwd=agent.project, env={**agent.env, "PATH": path},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -188,9 +188,9 @@ def test_the_plug_in_for_claude_code_records_and_undoes(project: Path, tmp_path:
         f'#!/bin/sh\nexec "{shutil.which("claude", path=agent.env["PATH"])}" "$@"\n'
     )
     launcher.chmod(0o755)
-    agent.env["PATH"] = f"{launcher.parent}:{agent.env['PATH']}"
+    path = f"{launcher.parent}:{agent.env['PATH']}"
     wink("hook", "install", "claude", cwd=project, env=agent.env)
-    installed = alone(agent, "hook", "install", "claude", "--plugin")
+    installed = alone(agent, "hook", "install", "claude", "--plugin", path=path)
     assert installed.returncode == 0, installed.stderr
     settings = json.loads((agent.home / ".claude" / "settings.json").read_text())
     agent.scripts["main"] = [[agent.agent.shell("rm -r src")], [agent.agent.shell("rm a.txt")]]
@@ -206,7 +206,7 @@ def test_the_plug_in_for_claude_code_records_and_undoes(project: Path, tmp_path:
     after = tree(project)
     assert {**after, "a.txt": before["a.txt"]} == before
     assert "a.txt" not in after
-    removed = alone(agent, "hook", "uninstall", "claude")
+    removed = alone(agent, "hook", "uninstall", "claude", path=path)
     assert "removed" in removed.stdout, removed.stderr
     left = json.loads((agent.home / ".claude" / "settings.json").read_text())
     assert not any(left.get("enabledPlugins", {}).values())

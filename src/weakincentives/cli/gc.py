@@ -72,12 +72,12 @@ def gc(
 ) -> int:
     """Show and reduce the disk use of a directory's history."""
     from weakincentives.filesystem.prune import abandoned_stores, disk_usage, remove_abandoned
-    from weakincentives.filesystem.store import Note, location_of
+    from weakincentives.filesystem.store import HISTORY_LIMITS, Note, location_of
 
     directory = existing_directory(workspace)
     limits = _limits(older_than, keep)
     store = location_of(directory)
-    gone = (abandoned_stores if dry_run else remove_abandoned)(limits.history)
+    gone = (abandoned_stores if dry_run else remove_abandoned)(HISTORY_LIMITS)
     if gone and not as_json:
         one = "history of a directory that no longer exists"
         many = "histories of directories that no longer exist"

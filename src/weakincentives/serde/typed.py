@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
 import json
 import threading
@@ -176,8 +177,8 @@ _importing = threading.Lock()
 def _import_pydantic() -> None:
     """Import pydantic, one thread at a time: two at once can see it half initialised."""
     with _importing:
-        import pydantic.errors
-        import pydantic.json_schema  # noqa: F401
+        for name in ("pydantic", "pydantic.errors", "pydantic.json_schema"):
+            importlib.import_module(name)
 
 
 @lru_cache(maxsize=1024)
