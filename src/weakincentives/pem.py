@@ -1,10 +1,9 @@
 """Private keys in texts: whole or in part, with numbered lines, in a diff, or escaped as in JSON.
 
 A part of a key has no header. It is recognised by its lines, which have exactly 64 or 70 characters
-of base64; by how the encoding of a private key starts, with the lines below it; or because the whole
-key was seen before.
-Hashes in hexadecimal, the ``sha384-...`` of web pages, certificates, public keys, and data in lines
-of other lengths are left alone.
+of base64; by how the encoding of a private key starts, with the lines below it; or because the
+whole key was seen before. Hashes in hexadecimal, the ``sha384-...`` of web pages, certificates,
+public keys, and data in lines of other lengths are left alone.
 """
 
 from __future__ import annotations
