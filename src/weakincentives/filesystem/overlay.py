@@ -354,13 +354,25 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
 class Overlay:
     """The directories of one command: those it sees below, and the upper one it writes to."""
 
-    def __init__(self, place: Path, workspace: Path, way: Way) -> None:
+    def __init__(
+        self,
+        place: Path,
+        workspace: Path,
+        way: Way,
+        identity: tuple[int, int] | None = None,
+    ) -> None:
+        """Make none of them yet.
+
+        Args:
+            identity: Device and inode of the workspace, where it must be that directory.
+        """
         self.place = place
         self.upper = place / "upper"
         self.staged = place / "staged"
         """A private view's changes, between the workspace and the upper layer."""
         self.workspace = workspace
         self._way = way
+        self._identity = identity
         self._trees: list[Tree | Near] = []
         self._stdin = b""
         self.holder: Started | None = None
@@ -432,11 +444,11 @@ class Overlay:
         )
 
     @property
-    def mount(self) -> tuple[str, str, bool]:
-        """How to mount it: from which directory, with which options besides the lower layers, and
-        whether there is a staged one.
+    def mount(self) -> tuple[str, str, bool, tuple[int, int] | None]:
+        """How to mount it: from which directory, with which options besides the lower layers,
+        whether there is a staged one, and which directory the workspace must be.
         """
-        return str(self.place), self._way.options, self.staged.exists()
+        return str(self.place), self._way.options, self.staged.exists(), self._identity
 
     def _enter(self, options: str | None) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.
@@ -477,7 +489,8 @@ class Overlay:
         for name in os.listxattr(self.upper):
             if not name.startswith("security."):
                 os.removexattr(self.upper, name)
-        return True
+        # Files made in it inherit its flags (chattr).
+        return _flags(self.upper) == _flags(self.place)
 
     def _close_trees(self) -> None:
         while self._trees:
@@ -610,6 +623,13 @@ def spread(folder: Path) -> None:
         flags = bytearray(fcntl.ioctl(fd, FS_IOC_GETFLAGS, bytes(8)))
         flags[2] |= EXT4_TOPDIR >> 16
         fcntl.ioctl(fd, FS_IOC_SETFLAGS, bytes(flags))
+
+
+def _flags(folder: Path) -> bytes | None:
+    """Return the flags of a directory; None where the filesystem has none."""
+    with contextlib.suppress(OSError), Held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        return fcntl.ioctl(fd, FS_IOC_GETFLAGS, bytes(8))
+    return None
 
 
 def _take_after(place: Path | str, status: os.stat_result, original: Path | str) -> None:
