@@ -10,7 +10,6 @@ It imports only small modules. It runs one command at a time; its client is ``zy
 
 from __future__ import annotations
 
-import _signal
 import _socket
 import ctypes
 import gc
@@ -51,6 +50,7 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x2008_0522
 SIGINT, SIGKILL, SIGPIPE, SIGXFSZ = 2, 9, 13, 25
+SIG_DFL, SIG_IGN = 0, 1
 ENOSYS, EPERM, ESTALE = 38, 1, 116
 POSIX_SPAWN_SETSIGDEF, POSIX_SPAWN_SETSID = 0x04, 0x80
 READY = b"ready"
@@ -395,8 +395,8 @@ def main(
         # The memory of this process may hold the plans of other commands.
         _prctl(PR_SET_DUMPABLE, 0)
         # A process 1 gets no signal of its namespace, unless it handles it.
-        if callable(_signal.getsignal(SIGINT)):
-            _signal.signal(SIGINT, _signal.SIG_DFL)
+        if libc.signal(SIGINT, ctypes.c_void_p(SIG_DFL)) == SIG_IGN:
+            libc.signal(SIGINT, ctypes.c_void_p(SIG_IGN))
     except OSError as error:
         problem = error
     head, given = _receive(control, 4)
