@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 from cases import (
+    PATIENCE,
     Answer,
     Case,
     Driver,
@@ -983,8 +985,17 @@ def test_two_runs_on_one_workspace_do_not_mix_their_changes(play: Play):
     async def scenario() -> None:
         await asyncio.gather(_read(play), _read(play))
 
-    turns = [uses(bash(f"echo {n} >> a.txt; echo {n} > {n}.txt; sleep 0.1")) for n in range(6)]
-    with play.serving(*turns):
+    turns = iter(
+        [uses(bash(f"echo {n} >> a.txt; echo {n} > {n}.txt; sleep 0.1")) for n in range(6)]
+    )
+    both = threading.Barrier(2)
+
+    def answer(request: Any) -> ModelTurn:
+        if all(each["role"] != "assistant" for each in request["messages"]):
+            both.wait(PATIENCE)  # neither has done everything before the other begins
+        return next(turns, DONE)
+
+    with serving(answer, keeps_calls=True) as play.server:
         asyncio.run(scenario())
 
     assert sorted(play.tree()["a.txt"].split()[4:]) == ["0", "1", "2", "3", "4", "5"]
