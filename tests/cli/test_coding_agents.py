@@ -209,6 +209,30 @@ def test_the_plug_in_for_claude_code_records_and_undoes(project: Path, tmp_path:
     assert not any(left.get("enabledPlugins", {}).values())
 
 
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("opencode", ("run", "--auto", "-m", "loop/scripted", "--command", "wink-undo", "1")),
+        ("pi", ("-p", "--provider", "loop", "--model", "scripted", "/wink-undo 1")),
+    ],
+)
+def test_a_person_undoes_a_call_with_a_command_inside_the_agent(
+    project: Path, tmp_path: Path, name: str, argv: tuple[str, ...]
+):
+    before = tree(project)
+    agent = Running(AGENTS[name], project, tmp_path / "home")
+    wink("hook", "install", name, cwd=project, env=agent.env)
+    agent.scripts["main"] = [[agent.agent.shell("rm -r src")], [agent.agent.shell("rm a.txt")]]
+    agent.run("clean up")
+    agent.scripts["main"] = []
+    with agent.started(argv=argv) as process:
+        process.communicate(timeout=300)
+
+    after = tree(project)
+    assert "a.txt" not in after
+    assert {**after, "a.txt": before["a.txt"]} == before
+
+
 def retrusted_agent(agent: RealAgent, argv: tuple[str, ...]) -> RealAgent:
     from dataclasses import replace
 

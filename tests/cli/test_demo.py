@@ -118,6 +118,27 @@ def test_the_commands_it_ends_with_work_when_they_are_pasted(demo: Demo):
     assert contents(demo.project) == contents(DATA / "till")  # the last of them is an undo
 
 
+# An accident
+
+
+def test_an_accident_is_undone_that_git_could_not_undo(tmp_path: Path):
+    done = wink("demo", "--disaster", "--into", "till", cwd=tmp_path)
+    project = tmp_path / "till"
+    log = wink("log", "--json", cwd=project).stdout.splitlines()
+    call = json.loads(log[0])
+
+    assert done.returncode == 0, done.stderr
+    assert "Gone: .env, draft.md, node_modules/print, node_modules/printer/index.js" in done.stdout
+    assert "Back to the last commit: till.py" in done.stdout
+    assert "as before the accident" in done.stdout
+    assert call["tool"] == "bash"
+    assert {"till.py", "draft.md", ".env"} <= {file["path"] for file in call["files"]}
+    assert (project / ".env").read_text() == "TILL_KEY=the-only-copy\n"
+    assert (project / ".env").stat().st_mode & 0o777 == 0o600
+    assert "DISCOUNTS" in (project / "till.py").read_text()
+    assert os.readlink(project / "node_modules" / "print") == "printer/index.js"
+
+
 # Where it runs
 
 
@@ -190,6 +211,7 @@ def test_a_model_of_ones_own_works_on_the_same_project(tmp_path: Path):
         (["--into", "full"], "full is not empty; name a new directory"),
         (["--into", "full/file"], "cannot hold the project: File exists"),
         (["--model", "nope"], "unknown model 'nope'"),
+        (["--disaster", "--model", "nope"], "takes no --model"),
     ],
 )
 def test_wrong_use_is_told_in_one_line(arguments: list[str], said: str, tmp_path: Path):

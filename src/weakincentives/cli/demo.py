@@ -36,6 +36,7 @@ Contents: TypeAlias = Mapping[str, tuple[int, bytes]]
     "wink demo                        # in a new temporary directory, which is not deleted",
     "wink demo --into ~/till          # somewhere else",
     "wink demo --model openai:NAME    # a real model on the same project",
+    "wink demo --disaster             # a coding agent deletes what git does not have; one undo",
     more='On a project of yours: wink run "what to do" --workspace DIR',
 )
 def demo(
@@ -49,6 +50,10 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="A new directory for the project; default: temporary."),
     ] = None,
+    disaster: Annotated[
+        bool,
+        typer.Option("--disaster", help="Instead: an accident of a coding agent, and its undo."),
+    ] = False,
 ) -> int:
     """Watch an agent repair a small project, without a key.
 
@@ -58,8 +63,14 @@ def demo(
     from weakincentives.cli.agent import AgentRun
     from weakincentives.cli.config import load_settings
 
+    if disaster and model is not None:
+        raise Misuse("--disaster is played by a script: it takes no --model")
     project = _fresh_copy(into)
     try:
+        if disaster:
+            from weakincentives.cli.disaster import play
+
+            return play(project)
         asked = load_settings(project).sandbox.engine
         box = _sandbox(asked) or (_sandbox("none") if model is None else None)
         flags: dict[str, Any] = {

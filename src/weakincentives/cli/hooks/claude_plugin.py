@@ -7,23 +7,17 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from weakincentives import __version__
 from weakincentives.cli.common import Misuse, echo
 from weakincentives.cli.hooks.adapters import ADAPTERS
-from weakincentives.cli.hooks.install import matchers_of
+from weakincentives.cli.hooks.install import COMMANDS, SHOWN, matchers_of, own_program
 from weakincentives.programs import find_program, missing_program, safe_environment
 
 _NAME = "wink@wink"
 """The plug-in, and its marketplace: a directory of ours."""
-_COMMANDS = {
-    "undo": ("Undo a recorded tool call: /wink:undo 3", "[CALL]"),
-    "log": ("Show the recorded tool calls, and what each changed", "[RUN]"),
-    "diff": ("Show what a recorded call or run changed", "[CALL]"),
-}
 
 
 def plugin_directory() -> Path:
@@ -44,7 +38,7 @@ def plugin_files() -> Mapping[str, str]:
         "plugin/.claude-plugin/plugin.json": _dumped(plugin),
         "plugin/hooks/hooks.json": _dumped({"hooks": hooks}),
     }
-    for name, (description, arguments) in _COMMANDS.items():
+    for name, (description, arguments) in COMMANDS.items():
         files[f"plugin/commands/{name}.md"] = _command(name, description, arguments)
     return files
 
@@ -96,13 +90,10 @@ def _claude(*words: str) -> None:
 
 
 def _command(name: str, description: str, arguments: str) -> str:
-    own = Path(sys.executable).with_name("wink")
-    words = [str(own)] if own.exists() else [sys.executable, "-P", "-m", "weakincentives.cli"]
-    program = shlex.join([*words, name])
+    program = shlex.join([*own_program(), name])
     return (
         f"---\ndescription: {json.dumps(description)}\nargument-hint: {json.dumps(arguments)}\n"
-        f"allowed-tools: Bash({program}:*)\n---\n\n!`{program} $ARGUMENTS`\n\n"
-        "Show the person this output as it is, and do nothing else.\n"
+        f"allowed-tools: Bash({program}:*)\n---\n\n!`{program} $ARGUMENTS`\n\n{SHOWN}\n"
     )
 
 

@@ -26,6 +26,13 @@ _OURS = re.compile(r"weakincentives[./]cli[/ ]hooks?[/ ](client\.py|run)")
 _FAILS_CLOSED = " || exit 2"
 """Only exit code 2 denies a tool: without us it must not run unrecorded."""
 Json = dict[str, Any]
+COMMANDS = {
+    "undo": ("Undo a recorded tool call, such as 3", "[CALL]"),
+    "log": ("Show the recorded tool calls, and what each changed", "[RUN]"),
+    "diff": ("Show what a recorded call or run changed", "[CALL]"),
+}
+"""What a person can use inside an agent that takes commands."""
+SHOWN = "Show the person this output as it is, and do nothing else."
 
 
 def changes_to_install(adapter: Adapter) -> list[Change]:
@@ -42,6 +49,12 @@ def hook_command(adapter: Adapter, *, fails_closed: bool = False) -> str:
     """Return the command that records an event, from any directory and with any PATH."""
     words = [sys.executable, "-I", "-S", str(CLIENT), adapter.program]
     return shlex.join(words) + (_FAILS_CLOSED if fails_closed else "")
+
+
+def own_program() -> list[str]:
+    """Return the command of this `wink`, from any directory and with any PATH."""
+    own = Path(sys.executable).with_name("wink")
+    return [str(own)] if own.exists() else [sys.executable, "-P", "-m", "weakincentives.cli"]
 
 
 def _changed(wanted: Iterator[Change] | Sequence[Change]) -> list[Change]:
@@ -270,6 +283,13 @@ def _lists(matchers: Mapping[str, Json]) -> dict[str, list[Json]]:
 def _opencode(adapter: Adapter) -> Iterator[Change]:
     home = _home("XDG_CONFIG_HOME", ".config") / "opencode"
     yield _plugin(adapter, home / "plugins" / "wink.js", "opencode.js")
+    for name, (description, _) in COMMANDS.items():
+        path = home / "commands" / f"wink-{name}.md"
+        text = (
+            f"---\ndescription: {json.dumps(description)}\n---\n\n"
+            f"!`{shlex.join([*own_program(), name])} $ARGUMENTS`\n\n{SHOWN}\n"
+        )
+        yield Change(path, read_settings(path), text, is_ours=True)
 
 
 def _pi(adapter: Adapter) -> Iterator[Change]:
@@ -280,7 +300,8 @@ def _pi(adapter: Adapter) -> Iterator[Change]:
 def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
     """Return a plug-in of ours, with the command in it."""
     words = [sys.executable, "-I", "-S", str(CLIENT), adapter.program]
-    text = (PLUGINS / template).read_text().replace('["wink"]', json.dumps(words))
+    text = (PLUGINS / template).read_text().replace('["wink hook run"]', json.dumps(words))
+    text = text.replace('["wink"]', json.dumps(own_program()))
     return Change(path, read_settings(path), text, is_ours=True)
 
 

@@ -3,7 +3,7 @@
 
 import { spawn } from "node:child_process"
 
-const COMMAND = ["wink"]
+const COMMAND = ["wink hook run"]
 
 function record(event) {
   return new Promise((resolve, reject) => {

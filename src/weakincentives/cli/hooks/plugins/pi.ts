@@ -3,7 +3,13 @@
 
 import { spawn } from "node:child_process"
 
-const COMMAND = ["wink"]
+const COMMAND = ["wink hook run"]
+const WINK = ["wink"]
+const COMMANDS = {
+  undo: "Undo a recorded tool call, such as 3",
+  log: "Show the recorded tool calls, and what each changed",
+  diff: "Show what a recorded call or run changed",
+}
 
 function record(event: object): Promise<any> {
   return new Promise((resolve, reject) => {
@@ -68,6 +74,16 @@ export default function (pi: any) {
     const said = await after({ ...end, ...tool(event) }, ctx)
     if (said.rolled_back) return { content: [{ type: "text", text: said.rolled_back }], isError: true }
   })
+  for (const [name, description] of Object.entries(COMMANDS)) {
+    pi.registerCommand(`wink-${name}`, {
+      description,
+      handler: async (given: string, ctx: any) => {
+        const words = [...WINK.slice(1), name, ...given.split(/\s+/).filter(Boolean)]
+        const done = await pi.exec(WINK[0], words, { cwd: ctx.cwd })
+        ctx.ui.notify(`${done.stdout}${done.stderr}`.trim(), done.code === 0 ? "info" : "error")
+      },
+    })
+  }
   pi.on("agent_end", async (_: any, ctx: any) => {
     await after(about("Stop", ctx), ctx)
   })
