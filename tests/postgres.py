@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import pwd
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+PATIENCE = 300
+"""Seconds that a server may take to start or stop on a loaded machine."""
 
 
 def _program(name: str) -> str | None:
@@ -63,9 +67,10 @@ class Postgres:
         done = subprocess.run(
             [*as_user, program, *arguments],
             cwd=self.folder,
+            env={**os.environ, "PGCTLTIMEOUT": str(PATIENCE)},
             stdout=subprocess.PIPE if name != "pg_ctl" else subprocess.DEVNULL,
             stderr=subprocess.STDOUT if name != "pg_ctl" else subprocess.DEVNULL,
-            timeout=120,
+            timeout=2 * PATIENCE,
             check=False,
         )
         assert done.returncode == 0, f"{name}: {done.stdout!r} {self._log()}"
@@ -76,9 +81,18 @@ class Postgres:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a port that no connection gets by itself, as those above do, while it is free."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
+
+
+def _has_name() -> bool:
+    with suppress(KeyError):
+        return bool(pwd.getpwuid(os.geteuid()))
+    return False
 
 
 @contextmanager
@@ -86,6 +100,8 @@ def started_postgres() -> Iterator[Postgres]:
     """Yield a server, or skip the test where PostgreSQL is not installed."""
     if _program("initdb") is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    if not _has_name():
+        pytest.skip("PostgreSQL does not run as a user without a name")
     folder = Path(tempfile.mkdtemp(prefix="wink-postgres-"))
     folder.chmod(0o755)
     server = Postgres(folder)
