@@ -1,0 +1,114 @@
+"""Rows that calls changed in databases: what undoing files asks of a database, by call id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """One row that a call changed."""
+
+    table: str
+    key: tuple[Any, ...]
+    """The values of its primary key; empty for a change that is not known row by row."""
+    before: Mapping[str, Any] | None = None
+    """None for a row that is new."""
+    after: Mapping[str, Any] | None = None
+    note: str = ""
+    """Instead of a row: what else the call did to the table, which is not undone."""
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.table, ", ".join(map(str, self.key))]).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class CallRows:
+    """A call that committed in a database."""
+
+    call_id: str
+    at: float
+    """When, in unix seconds."""
+    undoes: tuple[str, ...] = ()
+    """The ids of the calls whose rows it undid."""
+    count: int = 0
+    """How many changes of rows are recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class UndoneRows:
+    """What undoing rows changed."""
+
+    changes: tuple[RowChange, ...] = ()
+    notes: tuple[str, ...] = ()
+    """A sentence for each thing that is not as it was before the calls."""
+
+
+class RowHistory(Protocol):
+    """A database that records the rows that calls change, and undoes them."""
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        ...
+
+    def calls(self) -> Sequence[CallRows]:
+        """Return the calls that committed in it, oldest first."""
+        ...
+
+    def changes(self, call_ids: Iterable[str]) -> Mapping[str, Sequence[RowChange]]:
+        """Return the rows that calls changed, by call."""
+        ...
+
+    def undo(
+        self,
+        call_ids: Sequence[str],
+        *,
+        call_id: str,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> UndoneRows:
+        """Undo the rows of some calls and nothing else, as a call with an id of its own.
+
+        A row that something else has changed since is left alone and named, unless forced. Calls
+        that are undone already, or changed nothing here, do no harm.
+
+        Raises:
+            RowUndoRefused: A foreign key or another rule of the database is in the way. Nothing
+                was undone.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """How many rows of a table a call changed."""
+
+    table: str
+    added: int = 0
+    removed: int = 0
+    changed: int = 0
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.table}: {self.note}"
+        more = f", {self.changed} changed" if self.changed else ""
+        return f"{self.table}: +{self.added} -{self.removed}{more}"
+
+
+def by_table(changes: Iterable[RowChange]) -> list[TableChange]:
+    """Return what changes come to, table by table."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for each in changes:
+        found = counts.setdefault((each.table, each.note), [0, 0, 0])
+        found[0] += each.before is None
+        found[1] += each.after is None
+        found[2] += each.before is not None and each.after is not None
+    return [
+        TableChange(table, note=note) if note else TableChange(table, *found)
+        for (table, note), found in counts.items()
+    ]
