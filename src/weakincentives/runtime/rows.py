@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from weakincentives.call import new_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,33 @@ def by_table(changes: Iterable[RowChange]) -> list[TableChange]:
         found[1] += each.after is None
         found[2] += each.before is not None and each.after is not None
     return [
-        TableChange(table, note=note) if note else TableChange(table, *found)
-        for (table, note), found in counts.items()
+        TableChange(table, note=note) if note else TableChange(table, added, removed, changed)
+        for (table, note), (added, removed, changed) in counts.items()
     ]
+
+
+@contextmanager
+def undoing_rows(
+    databases: Sequence[RowHistory],
+    call_ids: Sequence[str],
+    call_id: str,
+    *,
+    force: bool = False,
+) -> Generator[Sequence[tuple[RowHistory, UndoneRows]]]:
+    """Undo the rows of calls in all databases; if the block or one of them fails, in none."""
+    done: list[tuple[RowHistory, UndoneRows]] = []
+    try:
+        done.extend(
+            (each, each.undo(call_ids, call_id=call_id, force=force))
+            for each in (databases if call_ids else ())
+        )
+        yield done
+    except BaseException:  # an interrupted undo must not leave the rows undone and the files not
+        for each, found in reversed(done):
+            if found.changes:
+                each.undo([call_id], call_id=f"undo_{new_id()[:12]}")
+        raise
+
+
+def notes_on(rows: Sequence[tuple[RowHistory, UndoneRows]]) -> tuple[str, ...]:
+    return tuple(f"{each.title}: {note}" for each, found in rows for note in found.notes)

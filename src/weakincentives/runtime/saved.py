@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
     from weakincentives.filesystem.redo import Redo
+    from weakincentives.runtime.rows import CallRows
 
 _logger = get_logger(__name__)
 
@@ -74,7 +75,7 @@ def _unknown(why: str) -> ToolResult[Any]:
     return ToolResult.error(_UNKNOWN.format(why), code="OUTCOME_UNKNOWN")
 
 
-def not_undone(history: Sequence[Committed]) -> set[str]:
+def not_undone(history: Sequence[Committed | CallRows]) -> set[str]:
     """Return the calls whose changes are in place, including calls that were undone and re-run."""
     live: set[str] = set()
     undone: set[str] = set()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakincentives.call import current_view, new_id, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
+from weakincentives.filesystem import HostFilesystem
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
 
@@ -351,10 +352,23 @@ class Database(Participant, ABC):
                 else:
                     if work.is_recorded and self._log is not None:
                         self._log.finish(work)
+                        self._tell_workspace(self._log)
                     work.commit()
                 self._commits[0] += 1
             view._has_begun = False
             work.end()
+
+    def _tell_workspace(self, log: RowLog) -> None:
+        """Have the workspace of the call know this database, so that `wink log` shows its rows."""
+        around: Any = transaction_under_way.get()
+        if around is None or self.address is None:
+            return
+        for _, each in around.lineage[0].participants:
+            if isinstance(each, HostFilesystem) and each.store not in log.noted:
+                from weakincentives.contrib.databases.known import remember
+
+                remember(each.store, self.address)
+                log.noted.add(each.store)
 
     def _finish(self) -> None:
         """Write what is pending, before the end of the transaction or savepoint."""

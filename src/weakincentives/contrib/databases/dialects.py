@@ -225,7 +225,7 @@ def _sqlite_key(row: str, names: Sequence[str]) -> str:
 
 
 def _sqlite_image(row: str, columns: Sequence[Column]) -> str:
-    """Return an expression for a row as JSON; a call of ``json_object`` is limited to 63 columns."""
+    """Return an expression for a row as JSON; ``json_object`` takes at most 63 columns."""
     parts = [
         f"{_text(json.dumps(each.name, ensure_ascii=False) + ':')} ||"
         f" json_quote({_sqlite_literal(f'{row}.{_quoted(each.name)}')})"
@@ -372,7 +372,7 @@ class PostgresDialect(Dialect):
             "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
             " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed')"
         )
-        return {table: rows for table, rows in found}
+        return {str(table): bool(rows) for table, rows in found}
 
     def record(self, work: Work, table: Table) -> None:
         self._drop(work, table.name)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -179,7 +180,7 @@ class RowLog:
     dialect: Dialect
     is_there: bool | None = None
     """Whether the database has our tables; None before the first look."""
-    noted: set[object] = field(default_factory=set[object])
+    noted: set[Path] = field(default_factory=set[Path])
     """The workspaces that know of the database."""
 
     # In the transaction of a call
@@ -389,9 +390,7 @@ class _Undo:
                 raise RowUndoRefused(f"the table {name} is gone") from None
         return self.tables[name]
 
-    def _plan(
-        self, records: Sequence[Record], *, force: bool
-    ) -> tuple[list[Planned], list[str]]:
+    def _plan(self, records: Sequence[Record], *, force: bool) -> tuple[list[Planned], list[str]]:
         """Return the rows to change, those that were changed last first, and the rows to leave."""
         chains: dict[tuple[str, str], list[Record]] = {}
         for each in reversed(records):
@@ -457,19 +456,22 @@ class _Undo:
         else:
             dialect.update(self.work, table, row)
 
+    def _different(self, planned: Sequence[Planned]) -> list[Planned]:
+        return [each for each in planned if self._now(each) != each.target]
+
     def _now(self, row: Planned) -> Image | None:
         names = row.target or row.present or {}
         return self.log.dialect.present(self.work, self._table(row.table), row.key, sorted(names))
 
     def _confirm(self, planned: Sequence[Planned]) -> None:
         """Make sure that just the planned rows are as planned: triggers may have changed more."""
-        for _ in range(_MOST_ROUNDS):
-            different = [each for each in planned if self._now(each) != each.target]
-            if not different:
-                break
+        different, rounds = self._different(planned), 0
+        while different:
+            if rounds == _MOST_ROUNDS:
+                name = different[0].name
+                raise RowUndoRefused(f"triggers of the database change row {name} again")
             self._apply(different)
-        else:
-            raise RowUndoRefused(f"triggers of the database change row {different[0].name} again")
+            different, rounds = self._different(planned), rounds + 1
         known = {(each.table, each.key) for each in planned}
         for each in self._own_records():
             is_more = not each.key or (each.table, each.key) not in known

@@ -27,11 +27,12 @@ except ImportError as error:
     raise MissingExtra("sql", "sqlalchemy") from error
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.rows import CallRows, RowChange, UndoneRows
     from sqlalchemy import Connection, CursorResult, Engine, Executable, Result
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session
+
+    from weakincentives.runtime.rows import CallRows, RowChange, UndoneRows
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Mapping[str, Any]]
