@@ -349,23 +349,12 @@ _MOST_FILES = 10
 
 
 def _opened(workspace: Path, everything: bool) -> tuple[Calls, Files]:
+    from weakincentives.contrib.databases import known_databases
     from weakincentives.runtime.calls import Calls
 
     directory = existing_directory(workspace)
     files = Files(directory, everything)
-    return Calls(directory, detail=files.is_shown, databases=databases_of(directory)), files
-
-
-def databases_of(workspace: Path) -> Sequence[RowHistory]:
-    """Return the databases that calls in a workspace changed."""
-    from weakincentives.filesystem.store import location_of
-
-    # Most have none: those do not pay for loading what reads databases.
-    if not (location_of(workspace) / "databases.json").exists():
-        return ()
-    from weakincentives.contrib.databases import known_databases
-
-    return known_databases(workspace)
+    return Calls(directory, detail=files.is_shown, databases=known_databases(directory)), files
 
 
 def find_call(calls: Calls, wanted: str) -> Call:

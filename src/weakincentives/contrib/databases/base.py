@@ -154,6 +154,11 @@ class Database(Participant, ABC):
 
     # What calls changed
 
+    @property
+    def may_record(self) -> bool:
+        """Whether rows may be recorded, as far as is known without asking the database."""
+        return self._log is not None and self._log.is_there is not False
+
     def record_calls(self) -> None:
         """Have each call that may write leave its id here, in the same transaction.
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from weakincentives.contrib.databases.base import Database
 from weakincentives.filesystem.store import location_of, write_whole
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
+    from weakincentives.contrib.databases.base import Database
     from weakincentives.runtime.rows import RowHistory
 
 _logger = get_logger(__name__)

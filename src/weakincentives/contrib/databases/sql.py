@@ -407,6 +407,10 @@ class AsyncSqlDatabase(Database):
     def address(self) -> Mapping[str, str] | None:
         return self._sync.address
 
+    @property
+    def may_record(self) -> bool:
+        return self._sync.may_record
+
     def record_calls(self) -> None:
         self._wait(self._sync.record_calls)
 
