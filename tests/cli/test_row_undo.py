@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def wink(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @pytest.fixture
-def run(project: Path) -> Iterator[Run]:
+def run(project: Path) -> Run:
     """Three calls: one changes a row and a file, one only a row, one another row and the file."""
     database = SqliteDatabase(project.parent / "desk.db")
     with database.transaction() as db:
@@ -62,7 +61,7 @@ def run(project: Path) -> Iterator[Run]:
         tools.close()
         path = saved.path
     database.close()
-    yield Run(path)
+    return Run(path)
 
 
 def rows(project: Path) -> dict[int, int]:

@@ -70,7 +70,7 @@ def rewind_run(
             replaces their changes, and edits; the history keeps what they hold.
         RowUndoRefused: A rule of a database is in the way. Nothing was rewound.
     """
-    saved.recover(files)
+    saved.recover(files, databases=databases)
     moment = saved.moment(number)
     undone: tuple[Committed, ...] = ()
     if parts != "conversation":

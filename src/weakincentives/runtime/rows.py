@@ -50,6 +50,30 @@ class UndoneRows:
     """A sentence for each thing that is not as it was before the calls."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCall:
+    """What a database keeps of a call whose session is saved, until that is known to be saved.
+
+    It is written in the transaction of the call's rows. After a kill it says what must be there,
+    too, for the call to have happened.
+    """
+
+    session: str
+    """Identifies the file of the session."""
+    at: int
+    """Where the lines of the call begin in that file."""
+    saved: int
+    """How long the file was when the call committed."""
+    call_id: str
+    tool: str
+    redo: str = ""
+    """The lines, as JSON text; empty if they are not known here."""
+    files: bool = False
+    """Whether it changed files, which commit later."""
+    later: tuple[str, ...] = ()
+    """The databases that commit later."""
+
+
 class RowHistory(Protocol):
     """A database that records the rows that calls change, and undoes them."""
 
@@ -64,6 +88,23 @@ class RowHistory(Protocol):
 
     def changes(self, call_ids: Iterable[str]) -> Mapping[str, Sequence[RowChange]]:
         """Return the rows that calls changed, by call."""
+        ...
+
+    def has_committed(self, call_id: str) -> bool:
+        """Whether a call has committed in it, and is not undone."""
+        ...
+
+    def kept(self, session: str) -> Sequence[KeptCall]:
+        """Return what it keeps for a session, oldest first."""
+        ...
+
+    def settle(self, kept: KeptCall) -> None:
+        """Forget what is kept of a call."""
+        ...
+
+    @property
+    def records_every_table(self) -> bool:
+        """Whether no call can change rows here without a record."""
         ...
 
     def undo(

@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,7 @@ from weakincentives.participant import Participant
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.row_log import RowLog
-    from weakincentives.runtime.rows import CallRows, RowChange, UndoneRows
+    from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 
 _logger = get_logger(__name__)
 
@@ -57,6 +57,8 @@ class Work(ABC):
         self.undoes: Sequence[str] = ()
         """The calls whose rows it undoes."""
         self.is_recorded = False
+        self.keep: Callable[[], KeptCall | None] | None = None
+        """Returns what to keep of the call until its session is saved."""
 
     def view(self) -> Database:
         """Return the view that a statement on the connection itself belongs to."""
@@ -181,6 +183,19 @@ class Database(Participant, ABC):
     def has_committed(self, call_id: str) -> bool:
         """Whether a call has committed here; for calls since ``record_calls``."""
         return self._row_log.has(self, call_id)
+
+    def kept(self, session: str) -> Sequence[KeptCall]:
+        """Return what is kept here for a session, oldest first."""
+        return self._row_log.kept(self, session)
+
+    def settle(self, kept: KeptCall) -> None:
+        """Forget what is kept of a call."""
+        self._row_log.settle(self, kept)
+
+    @property
+    def records_every_table(self) -> bool:
+        """Whether no call can change rows here without a record."""
+        return self._row_log.records_every_table(self)
 
     def calls(self) -> Sequence[CallRows]:
         """Return the calls that committed here, oldest first."""
@@ -374,6 +389,10 @@ class Database(Participant, ABC):
 
                 remember(each.store, self.address)
                 log.noted.add(each.store)
+
+    def commit_with(self, redo: Callable[[], Any]) -> None:
+        if self._work is not None:
+            self._work.keep = redo
 
     def _finish(self) -> None:
         """Write what is pending, before the end of the transaction or savepoint."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.databases.row_log import (
     CALLS,
+    KEPT,
     ROWS,
     SCHEMA,
     Column,
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
 _EVENTS = ("insert", "update", "delete")
 _NEW, _CHANGED = "new rows", "changed rows"
+_KEPT = (
+    f"CREATE TABLE IF NOT EXISTS {KEPT} (session text NOT NULL, starts bigint NOT NULL, call_id"
+    " text NOT NULL, tool text NOT NULL, redo text NOT NULL, files integer NOT NULL, later text NOT"
+    " NULL, PRIMARY KEY (session, starts, call_id))"
+)
 
 
 def _quoted(name: str) -> str:
@@ -59,13 +65,15 @@ class SqliteDialect(Dialect):
             " row_before TEXT, row_after TEXT)"
         )
         work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
+        work.run(_KEPT)
 
     def tables(self, work: Work) -> list[str]:
         found = work.ask(
             "SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'table' AND name"
-            " NOT LIKE 'sqlite\\_%' ESCAPE '\\' AND name NOT IN (:calls, :rows)",
+            " NOT LIKE 'sqlite\\_%' ESCAPE '\\' AND name NOT IN (:calls, :rows, :kept)",
             calls=CALLS,
             rows=ROWS,
+            kept=KEPT,
         )
         return [name for (name,) in found]
 
@@ -315,6 +323,7 @@ class PostgresDialect(Dialect):
             " text, row_before text, row_after text)"
         )
         work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
+        work.run(_KEPT)
         for function in _FUNCTIONS:
             work.run(function.replace("{schema}", self._schema(work)))
 
@@ -331,9 +340,10 @@ class PostgresDialect(Dialect):
             "SELECT CAST(CAST(c.oid AS regclass) AS text) FROM pg_class c JOIN pg_namespace n ON"
             " n.oid = c.relnamespace WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND"
             " n.nspname NOT IN ('pg_catalog', 'information_schema') AND c.oid NOT IN"
-            " (to_regclass(:calls), to_regclass(:rows))",
+            " (to_regclass(:calls), to_regclass(:rows), to_regclass(:kept))",
             calls=CALLS,
             rows=ROWS,
+            kept=KEPT,
         )
         return [name for (name,) in found]
 

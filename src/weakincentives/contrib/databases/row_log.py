@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ResourceError, RowUndoRefused
-from weakincentives.runtime.rows import CallRows, RowChange, UndoneRows
+from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.base import Database, Work
 
-CALLS, ROWS = "wink_call", "wink_row"
+CALLS, ROWS, KEPT = "wink_call", "wink_row", "wink_kept"
 Image: TypeAlias = Mapping[str, Any]
 """A row: a text for the value of each column, as its database has written it."""
 _MOST_ROUNDS = 4
@@ -194,7 +194,65 @@ class RowLog:
         return self.is_there
 
     def finish(self, work: Work) -> None:
+        kept = None if work.keep is None else work.keep()
+        if kept is not None:
+            # What is saved meanwhile is no longer needed: there is one row for a session.
+            work.ask(
+                f"DELETE FROM {KEPT} WHERE session = :session AND (starts < :saved OR :saved = 0)",
+                session=kept.session,
+                saved=kept.saved,
+            )
+            work.ask(
+                f"INSERT INTO {KEPT} (session, starts, call_id, tool, redo, files, later) VALUES"
+                " (:session, :starts, :call_id, :tool, :redo, :files, :later)",
+                session=kept.session,
+                starts=kept.at,
+                call_id=kept.call_id,
+                tool=kept.tool,
+                redo=kept.redo,
+                files=int(kept.files),
+                later=json.dumps(kept.later),
+            )
         self.dialect.finish(work)
+
+    def kept(self, database: Database, session: str) -> list[KeptCall]:
+        with _at_work(database, read_only=True) as work:
+            if not self._is_there(work):
+                return []
+            found = work.ask(
+                f"SELECT starts, call_id, tool, redo, files, later FROM {KEPT} WHERE session ="
+                " :session ORDER BY starts",
+                session=session,
+            )
+            return [
+                KeptCall(
+                    session=session,
+                    at=int(at),
+                    saved=0,
+                    call_id=call_id,
+                    tool=tool,
+                    redo=redo,
+                    files=bool(files),
+                    later=tuple(json.loads(later)),
+                )
+                for at, call_id, tool, redo, files, later in found
+            ]
+
+    def settle(self, database: Database, kept: KeptCall) -> None:
+        with _at_work(database) as work:
+            work.ask(
+                f"DELETE FROM {KEPT} WHERE session = :session AND starts = :starts AND call_id ="
+                " :call_id",
+                session=kept.session,
+                starts=kept.at,
+                call_id=kept.call_id,
+            )
+
+    def records_every_table(self, database: Database) -> bool:
+        with _at_work(database, read_only=True) as work:
+            return self._is_there(work) and self.dialect.recorded(work).keys() >= set(
+                self.dialect.tables(work)
+            )
 
     # On request
 
@@ -275,9 +333,15 @@ class RowLog:
         return self.dialect.values({str(n): v for n, v in enumerate(json.loads(key))}).values()
 
     def has(self, database: Database, call_id: str) -> bool:
-        """Whether a call has committed in the database."""
+        """Whether a call has committed in the database, and is not undone."""
         with _at_work(database, read_only=True) as work:
-            return self._is_there(work) and bool(self._numbers(work, [call_id]))
+            if not self._is_there(work):
+                return False
+            number = self._numbers(work, [call_id]).get(call_id)
+            if number is None:
+                return False
+            undoes = f"SELECT undoes FROM {CALLS} WHERE number > {number} AND undoes IS NOT NULL"
+            return not any(call_id in json.loads(each) for (each,) in work.ask(undoes))
 
     def forget(self, database: Database, seconds: float) -> int:
         """Delete the records of calls older than so many seconds; returns how many calls."""

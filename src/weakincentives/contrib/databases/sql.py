@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session
 
-    from weakincentives.runtime.rows import CallRows, RowChange, UndoneRows
+    from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -419,6 +419,19 @@ class AsyncSqlDatabase(Database):
 
     def has_committed(self, call_id: str) -> bool:
         return self._wait(self._sync.has_committed, call_id)
+
+    def kept(self, session: str) -> Sequence[KeptCall]:
+        return self._wait(self._sync.kept, session)
+
+    def settle(self, kept: KeptCall) -> None:
+        self._wait(self._sync.settle, kept)
+
+    @property
+    def records_every_table(self) -> bool:
+        return self._wait(lambda: self._sync.records_every_table)
+
+    def commit_with(self, redo: Callable[[], Any]) -> None:
+        self._sync.commit_with(redo)
 
     def calls(self) -> Sequence[CallRows]:
         return self._wait(self._sync.calls)
