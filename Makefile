@@ -26,7 +26,7 @@ limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 CODING_AGENTS := @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
-	@github/copilot@1.0.102 @earendil-works/pi-coding-agent@0.74.2
+	@github/copilot@1.0.102 @earendil-works/pi-coding-agent@0.74.2 cline@3.0.65 @aaif/goose-binary-linux-x64@1.52.0
 
 .PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture
 .PHONY: environments servers agents ui clean integrations $(FRAMEWORKS)
@@ -112,7 +112,7 @@ $(SERVERS):
 	-npm install --global --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
 	@touch $@
 
-agents: $(AGENTS)  ## The coding agents of other vendors that the tests run with scripted models: 1.4 GB.
+agents: $(AGENTS)  ## The coding agents of other vendors that the tests run with scripted models: 1.9 GB.
 
 # They want Node 22 or newer, which comes with them. Where they can't be had, their tests skip.
 $(AGENTS):

@@ -92,6 +92,8 @@ SPELLED = {
     "in colour, in JSON": lambda text: json.dumps(
         "".join(f"\x1b[1;32m+\x1b[m\x1b[32m{line}\x1b[m\n" for line in text.split("\n"))
     ),
+    "in a diff by words": lambda text: "".join(f"[-{line}-]\n" for line in text.split("\n")),
+    "added, by words": lambda text: "".join(f"{{+{line}+}}\n" for line in text.split("\n")),
     "in a table": lambda text: "".join(f"| 1 | {line} |\n" for line in text.split("\n")),
     "as a comment": lambda text: textwrap.indent(text, "# "),
 }
@@ -142,6 +144,24 @@ def test_a_key_without_lines_is_known_by_its_start():
         done = without_secrets(text)
         assert "(the key)" in done
         assert len(done) < 60
+
+
+@pytest.mark.parametrize("before", ["", "> ", "    "])
+@pytest.mark.parametrize("width", [48, 76, 80])
+def test_the_start_of_a_key_tells_the_lines_below_it_of_whatever_width(width: int, before: str):
+    for kind in ("PKCS#8", "RSA", "OpenSSH"):
+        lines = textwrap.wrap("".join(data_lines(KEYS[kind])), width)
+        check_hidden(KEYS[kind], textwrap.indent("\n".join(lines), before))
+        check_hidden(KEYS[kind], textwrap.indent("\n".join(lines[:4]), before))
+
+
+def test_a_word_below_the_start_of_a_key_stays():
+    key = "".join(data_lines(KEYS["Ed25519"]))
+
+    assert without_secrets(f"{key}\nserver\n{key}\nname: x").split("\n")[1::2] == [
+        "server",
+        "name: x",
+    ]
 
 
 @pytest.mark.parametrize("indent", ["", "    "])

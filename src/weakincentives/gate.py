@@ -35,6 +35,7 @@ __all__ = [
     "Gate",
     "Holder",
     "InUse",
+    "Lease",
     "ObjectGate",
     "ProcessLock",
     "TooLate",
@@ -48,6 +49,8 @@ _SOON = 0.25
 """Seconds after which a thread that waits looks whether the call inside waits for it."""
 _LOOK_SECONDS = 10.0
 """How long to wait before looking again without being woken."""
+_LOOK_BESIDE = 0.02
+"""The same, for a call that may work beside the one inside: nothing wakes it when it can."""
 
 
 class TooLate(Exception):
@@ -64,6 +67,17 @@ class InUse(WinkError):
         """Whether the wait ends if we wait elsewhere, holding nothing."""
 
 
+class Lease:
+    """Lets calls that only read work beside the one inside a gate, until it is ended."""
+
+    is_fresh: bool
+    """Whether one more call may use it."""
+
+    def end(self) -> None:
+        """End it. May be called again."""
+        raise NotImplementedError
+
+
 class Gate:
     """A fair lock without polling: a call that leaves wakes the first in line.
 
@@ -71,7 +85,10 @@ class Gate:
     lock in a ``with`` block, so that no interrupt can come between taking it and the block.
     """
 
-    __slots__ = ("_catch_up", "_line_lock", "between", "holder", "joined", "line", "lock", "loop")
+    __slots__ = (
+        "_catch_up", "_line_lock", "beside", "between", "blocks", "holder", "joined", "line",
+        "lock", "loop",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -87,6 +104,10 @@ class Gate:
         self.between: ProcessLock | None = None
         """Held, too, by the call inside, if several processes share what it works on."""
         self._catch_up: Callable[[], object] = bool
+        self.beside: Callable[[], Lease | None] | None = None
+        """Lets a call that only reads work beside the one inside; returns None if it can't now."""
+        self.blocks: AbstractEventLoop | None = None
+        """The event loop that the call inside would block if it waited for such a call."""
 
     def share(self, lock: ProcessLock, catch_up: Callable[[], object]) -> None:
         """Take a lock between processes, too, from now on.
@@ -118,11 +139,15 @@ class Gate:
         return Ticket(self, threading.Event(), deadline)
 
     async def enter(
-        self, deadline: Deadline | None = None, may_join: Callable[[], bool] | None = None
+        self,
+        deadline: Deadline | None = None,
+        may_join: Callable[[], bool] | None = None,
+        may_pass: Callable[[], bool] | None = None,
     ) -> bool:
         """Enter when it is our turn, on the running event loop.
 
-        Returns False if ``may_join`` allows us to join the calls inside: they hold the gate.
+        Returns False if ``may_join`` allows us to join the calls inside, which hold the gate, or
+        ``may_pass`` to work beside them.
         """
         import asyncio
 
@@ -130,12 +155,17 @@ class Gate:
         if self.line or not self.lock.acquire(False):
             if may_join is not None and not self.line and may_join():
                 return False
-            if not await self.queue(partial(self.lock.acquire, False), deadline, may_join):
+            if may_pass is not None and may_pass():
+                return False
+            take = partial(self.lock.acquire, False)
+            if not await self.queue(take, deadline, may_join, may_pass):
                 return False
         self.loop = loop
         if self.between is not None:
             try:
-                await self.between.take_on_loop(deadline)
+                if not await self.between.take_on_loop(deadline, may_pass):
+                    self.release()
+                    return False
                 self.catch_up(self.between)
             except BaseException:
                 self.release()
@@ -147,18 +177,25 @@ class Gate:
         take: Callable[[], bool],
         deadline: Deadline | None,
         may_join: Callable[[], bool] | None = None,
+        may_pass: Callable[[], bool] | None = None,
     ) -> bool:
-        """Get in line on the running event loop until ``take`` succeeds; False: we may join."""
+        """Get in line on the running event loop until ``take`` succeeds.
+
+        Returns False if we may join the calls inside, or pass them.
+        """
         import asyncio
 
         loop = asyncio.get_running_loop()
         ticket = Ticket(self, asyncio.Event(), deadline, loop)
+        longest = _LOOK_SECONDS if may_pass is None else _LOOK_BESIDE
         try:
             while not (first := self.is_first(ticket)) or not take():
-                if first and may_join is not None and may_join():
+                if (first and may_join is not None and may_join()) or (
+                    may_pass is not None and may_pass()
+                ):
                     self.leave(ticket)
                     return False
-                timer = loop.call_later(ticket.patience(), ticket.signal.set)
+                timer = loop.call_later(min(ticket.patience(), longest), ticket.signal.set)
                 try:
                     await ticket.signal.wait()
                 finally:
@@ -173,7 +210,7 @@ class Gate:
 
     def release(self) -> None:
         """Leave, and wake the next in line."""
-        self.loop = self.joined = None
+        self.loop = self.joined = self.blocks = None
         if self.between is not None:
             self.between.is_held = False
             self.between.release()
@@ -703,19 +740,24 @@ class ProcessLock:
         finally:
             self._leave_line()
 
-    async def take_on_loop(self, deadline: Deadline | None = None) -> None:
-        """Take it without blocking the running event loop."""
+    async def take_on_loop(
+        self, deadline: Deadline | None = None, may_pass: Callable[[], bool] | None = None
+    ) -> bool:
+        """Take it without blocking the running event loop; False if ``may_pass`` spares us that."""
         import asyncio
 
         self.check_process()
         try:
             if not self._attempt():
                 for seconds in self._pauses(deadline):
+                    if may_pass is not None and may_pass():
+                        return False
                     await asyncio.sleep(seconds)
                     if self._attempt():
                         break
         finally:
             self._leave_line()
+        return True
 
     def check_process(self) -> None:
         """Raise ViewClosed in a forked child, or if it is closed."""

@@ -13,7 +13,7 @@ from inspect import iscoroutinefunction, signature
 from typing import Any, Self, cast
 
 from weakincentives.errors import ReadOnlyView, ViewClosed
-from weakincentives.gate import Gate, ObjectGate, gate_of
+from weakincentives.gate import Gate, Lease, ObjectGate, gate_of
 from weakincentives.logs import get_logger
 
 __all__ = ["Adapted", "Participant", "can_fork", "misfit", "participant_for"]
@@ -69,6 +69,10 @@ class Participant:
 
     def fork_in_place(self) -> Any:
         """Return a view for the only call under way, which may change the original at once."""
+        return self.fork()
+
+    def fork_to_read(self, lease: Lease) -> Any:
+        """Return a view for a call that only reads, beside the one inside the gate."""
         return self.fork()
 
     def check_conflicts(self, view: Any) -> None:

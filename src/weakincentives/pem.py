@@ -1,9 +1,9 @@
 """Private keys in texts: whole or in part, with numbered lines, in a diff, or escaped as in JSON.
 
 A part of a key has no header. It is recognised by its lines, which have exactly 64 or 70 characters
-of base64; by how the encoding of a private key starts; or because the whole key was seen before.
-Hashes in hexadecimal, the ``sha384-...`` of web pages, certificates, public keys, and data in lines
-of other lengths are left alone.
+of base64; by how the encoding of a private key starts, with the lines below it; or because the
+whole key was seen before. Hashes in hexadecimal, the ``sha384-...`` of web pages, certificates,
+public keys, and data in lines of other lengths are left alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ _NEEDLE = "PRIVATE"
 _IS_KEY = re.compile(r"PRIVATE(?: |\+|%20)KEY").search
 # In an address or a form, spaces are escaped, too.
 _MARK = re.compile(r"-----(BEGIN|END)((?:(?: |\+|%20)[A-Z0-9]{1,16}){1,6})-----")
-# In JSON a line end is escaped, and in JSON inside of JSON twice. Colours count as line ends.
+# In JSON a line end is escaped, and in JSON inside of JSON twice. Colours count as line ends, as do
+# the brackets of a diff by words.
 _LINE_END = re.compile(
-    r"((?:\\{1,4}r)?\\{1,4}n|\r\n|\r|\n|(?:\x1b|\\{1,4}(?:u001b|x1b|033|e))\[[\d;]{0,20}m)"
+    r"((?:\\{1,4}r)?\\{1,4}n|\r\n|\r|\n|(?:\x1b|\\{1,4}(?:u001b|x1b|033|e))\[[\d;]{0,20}m"
+    r"|\[-|-\]|\{\+|\+\})"
 )
 _WIDTHS = (64, 70)
 """Characters in a line of a key: of OpenSSL, GnuPG and PuTTY, and of OpenSSH."""
@@ -80,10 +82,14 @@ class PrivateKeys:
             text = self._without_blocks(text)
         if "LS0tLS1CRUdJTi" in text:
             text = _ENCODED.sub(lambda found: self._hide(found[0]), text)
-        if any(each in text for each in _STARTS):
-            text = _START.sub(self._without_start, text)
-        if _NEEDLE in text or _LONG.search(text):
+        is_start = any(each in text for each in _STARTS)
+        if is_start:
+            for found in _START.finditer(text):
+                self._learn(found["secret"])
+        if is_start or _NEEDLE in text or _LONG.search(text):
             text = self._without_lines(text)
+        if is_start:
+            text = _START.sub(lambda found: self._hide(found["secret"]), text)
         return text
 
     def without_known(self, text: str) -> str:
@@ -102,10 +108,6 @@ class PrivateKeys:
                 done += [text[at : first.end()], self._hide(key)]
                 at = last.start()
         return "".join([*done, text[at:]])
-
-    def _without_start(self, found: re.Match[str]) -> str:
-        self._learn(found["secret"])
-        return self._hide(found["secret"])
 
     def _learn(self, key: str) -> None:
         # What precedes is the same for many keys, public ones included.
@@ -162,15 +164,25 @@ def _key_lines(lines: list[str]) -> dict[int, set[tuple[int, int]]]:
 
 
 def _marked(lines: list[str], *, private: bool) -> dict[int, tuple[int, int]]:
-    """Return the lines of keys and the like below a first mark, and above a last one."""
+    """Return the lines of keys and the like below a first mark, and above a last one.
+
+    How a private key starts is as good as its first mark.
+    """
     found: dict[int, tuple[int, int]] = {}
     for order, opening in ((range(len(lines)), "BEGIN"), (reversed(range(len(lines))), "END")):
-        is_in, width = False, 0
+        is_in, is_told, width = False, True, 0
         for number in order:
             line = lines[number]
             if marks := _MARK.findall(line):
                 mark, kind = marks[-1 if opening == "BEGIN" else 0]
                 is_in, width = mark == opening and (_IS_KEY(kind) is not None) is private, 0
+                is_told = True
+                continue
+            if private and opening == "BEGIN" and not is_in:
+                span = _first(line)
+                if span is not None:
+                    found[number] = span
+                    is_in, is_told, width = True, False, span[1] - span[0]
                 continue
             if not is_in or _FIELD.fullmatch(line):
                 continue
@@ -180,11 +192,22 @@ def _marked(lines: list[str], *, private: bool) -> dict[int, tuple[int, int]]:
                 continue
             # All lines are of one width but the last, which is the first one above the end.
             size = span[1] - span[0]
-            if width in (0, size) or (opening == "BEGIN" and size < width):
+            if size + 1 == width and line[span[0] - 1 : span[0]] == "+":  # not of a diff
+                span, size = (span[0] - 1, span[1]), width
+            is_end = opening == "BEGIN" and size < width
+            if width in (0, size) or (is_end and (is_told or _is_data(line[slice(*span)]))):
                 found[number] = span
             is_in = width in (0, size)
             width = size if opening == "BEGIN" or width or size in _WIDTHS else width
     return found
+
+
+def _first(line: str) -> tuple[int, int] | None:
+    """Return where the first line of a key is in a line that ends with it."""
+    span, start = _last(line), _START.search(line)
+    if span is None or start is None or not span[0] <= start.start("secret") < span[1]:
+        return None
+    return start.start("secret"), span[1]
 
 
 def _last(line: str) -> tuple[int, int] | None:

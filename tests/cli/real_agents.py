@@ -39,8 +39,10 @@ class RealAgent:
     shell_tool: str
     """What its shell is called in `wink log`."""
     edit_tool: str
-    continued: tuple[str, ...] = ()
-    """What replaces ``argv`` to go on with the last session."""
+    program: str = ""
+    """What it is called where it is installed, if not by its name."""
+    setup: tuple[str, ...] = ()
+    """What to run once, before anything else."""
 
 
 def _patch(path: str, old: str, new: str) -> Call:
@@ -68,6 +70,23 @@ AGENTS = {
             ),
             shell_tool="bash",
             edit_tool="edit",
+        ),
+        RealAgent(
+            name="cline",
+            argv=("--json", "{prompt}"),
+            # Else it works in a daemon, which would outlive a test.
+            env={"CLINE_SESSION_BACKEND_MODE": "local", "CLINE_NO_AUTO_UPDATE": "1"},
+            setup=(
+                *("auth", "-p", "openai-compatible", "-k", "x"),
+                *("-m", "scripted", "-b", f"{URL}/v1"),
+            ),
+            shell=lambda command: ("run_commands", {"commands": [command]}),
+            edit=lambda path, old, new: (
+                "editor",
+                {"path": path, "old_text": old, "new_text": new},
+            ),
+            shell_tool="run_commands",
+            edit_tool="editor",
         ),
         RealAgent(
             name="codex",
@@ -121,6 +140,23 @@ AGENTS = {
             ),
             shell_tool="run_shell_command",
             edit_tool="replace",
+        ),
+        RealAgent(
+            name="goose",
+            program="goose-binary-linux-x64",
+            argv=("run", "--no-session", "--with-builtin", "developer", "-t", "{prompt}"),
+            env={
+                "GOOSE_PROVIDER": "openai",
+                "GOOSE_MODEL": "scripted",
+                "OPENAI_HOST": URL,
+                "OPENAI_API_KEY": "x",
+                "GOOSE_DISABLE_KEYRING": "1",
+                "GOOSE_MODE": "auto",
+            },
+            shell=lambda command: ("shell", {"command": command}),
+            edit=lambda path, old, new: ("edit", {"path": path, "before": old, "after": new}),
+            shell_tool="shell",
+            edit_tool="edit",
         ),
         RealAgent(
             name="opencode",
@@ -199,7 +235,7 @@ class Running:
     """An agent at work on a project, or several runs of it after one another."""
 
     def __init__(self, agent: RealAgent, project: Path, home: Path) -> None:
-        program = PROGRAMS / agent.name
+        program = PROGRAMS / (agent.program or agent.name)
         if not program.exists():
             pytest.skip(f"{agent.name} is not installed: make agents")
         if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
@@ -213,6 +249,11 @@ class Running:
             place = home / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(data if isinstance(data, str) else json.dumps(data, indent=2))
+        if agent.setup:
+            subprocess.run(
+                ["unshare", "--net", self._program, *agent.setup], cwd=project, env=self.env,
+                stdin=subprocess.DEVNULL, capture_output=True, check=True,
+            )  # fmt: skip
 
     @property
     def env(self) -> dict[str, str]:

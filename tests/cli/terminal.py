@@ -85,9 +85,12 @@ class Terminal:
         return seen
 
     def type(self, keys: str, timeout: float = 240) -> None:
-        """Type at a prompt, once it is there: what is typed before it, the system edits."""
+        """Type at a prompt, once it is there: before it, the system or the live view takes it.
+
+        Only a prompt reads Ctrl-C itself; a live view turns off no more than echo and line editing.
+        """
         until = SYSTEM_CLOCK.monotonic() + timeout
-        while termios.tcgetattr(self._master)[3] & termios.ICANON:
+        while termios.tcgetattr(self._master)[3] & termios.ISIG:
             assert SYSTEM_CLOCK.monotonic() < until, f"there is no prompt:\n{self.text}"
             time.sleep(0.01)
         self.send(keys)
@@ -108,7 +111,10 @@ class Terminal:
 
     def end(self, timeout: float = 240) -> int:
         """Return the exit code once the program has ended, and all that it wrote is shown."""
-        code = self.process.wait(timeout)
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it goes on; on the screen is:\n{self.text}") from error
         self._reader.join(timeout)
         return code
 

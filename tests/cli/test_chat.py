@@ -216,6 +216,19 @@ def test_a_model_that_does_not_answer_is_interrupted(project: Path):
     assert texts == ["hello?", "are you there?", "", "Here I am.", "bye"]
 
 
+def test_ctrl_d_while_the_model_works_quits_after_the_turn(project: Path):
+    with chatting(project, [WAIT, "Noted."]) as terminal:
+        terminal.wait_for("Ctrl-D quits.")
+        terminal.type("wait\r")
+        terminal.wait_for("shell_execute")
+        with open(project.parent / "waiting", "w"):
+            terminal.send("\x04x")
+            terminal.wait_for("> x")  # so it has read both keys
+        assert terminal.end() == 0
+
+    assert "Noted." in terminal.text
+
+
 def test_a_signal_that_reaches_another_thread_interrupts_a_turn_that_waits(project: Path):
     """In the second turn, too: the prompt between them listens for signals itself."""
     (project / "mine.py").write_text(

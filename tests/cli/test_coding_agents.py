@@ -153,11 +153,8 @@ def test_a_person_can_undo_while_it_works(agent: Running, project: Path, tmp_pat
 def test_without_wink_it_runs_no_tool(agent: Running, project: Path, tmp_path: Path):
     """What would not be recorded does not run."""
     for path in agent.home.rglob("*"):
-        if (
-            path.is_file()
-            and path.suffix in (".json", ".js", ".ts")
-            and "client.py" in path.read_text()
-        ):
+        is_hook = path.suffix in (".json", ".js", ".ts") or path.parent.name == "hooks"
+        if path.is_file() and is_hook and "client.py" in path.read_text():
             text = path.read_text()
             path.write_text(text.replace("client.py", "gone.py"))
             if agent.agent.name == "codex":

@@ -15,9 +15,11 @@ from terminal import environment, wink
 
 SETTINGS = {
     "claude": ".claude/settings.json",
+    "cline": ".cline/hooks/PreToolUse",
     "codex": ".codex/hooks.json",
     "copilot": ".copilot/hooks/wink.json",
     "gemini": ".gemini/settings.json",
+    "goose": ".agents/plugins/wink/hooks/hooks.json",
     "opencode": ".config/opencode/plugins/wink.js",
     "pi": ".pi/agent/extensions/wink.ts",
     "qwen": ".qwen/settings.json",
@@ -82,6 +84,27 @@ def test_the_settings_of_a_person_stay(home: Path, agent: str):
     assert copies == [own]
     assert mode == 0o600
     assert json.loads(place.read_text()) == own
+
+
+def test_a_script_of_a_person_for_cline_stays_beside_ours(home: Path):
+    own = home / ".cline" / "hooks" / "PreToolUse"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/sh\ndate >&2\n")
+    wink("hook", "install", "cline", cwd=home)
+    again = wink("hook", "install", "cline", cwd=home)
+    made = files(home)
+    wink("hook", "uninstall", "cline", cwd=home)
+
+    assert "already" in again.stdout
+    assert "client.py" in made[".cline/hooks/PreToolUse.sh"]
+    assert files(home) == {".cline/hooks/PreToolUse": "#!/bin/sh\ndate >&2\n"}
+
+
+def test_nothing_empty_is_left_of_a_directory_of_ours(home: Path):
+    wink("hook", "install", "goose", cwd=home)
+    wink("hook", "uninstall", "goose", cwd=home)
+
+    assert not (home / ".agents" / "plugins" / "wink").exists()
 
 
 def test_settings_that_are_a_link_stay_one(home: Path):

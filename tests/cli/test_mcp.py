@@ -25,6 +25,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult
 
 from weakincentives.filesystem import WorkspaceHistory
+from weakincentives.filesystem.overlay import find_way
 from weakincentives.runtime.calls import runs_of
 
 TOOLS = f"{Path(__file__).parents[1] / 'mcp' / 'served_tools.py'}:tools"
@@ -295,6 +296,30 @@ def test_two_servers_and_a_run_work_on_one_directory(workspace: Path, tmp_path: 
     calls = WorkspaceHistory(workspace).calls()
     assert [each.tool for each in calls] == ["shell_execute"] * 18
     assert len(runs_of(workspace)) == 3
+
+
+@pytest.mark.heavy
+def test_a_read_does_not_wait_for_a_command_of_another_server(workspace: Path):
+    if isinstance(find_way(workspace, workspace.parent), str):
+        pytest.skip("commands run in the directory itself here")
+
+    async def work() -> None:
+        async with over_stdio(workspace) as first, over_stdio(workspace) as second:
+            command = {"command": f"sleep {SECONDS}; touch made"}
+            running = asyncio.ensure_future(first.call_tool("shell_execute", command))
+            await asyncio.sleep(2)
+            said = await second.call_tool("read_file", {"path": "notes.txt"})
+            found = await second.read_resource("wink://files/notes.txt")
+            listed = await second.call_tool("list_directory", {"path": "."})
+            assert not running.done()
+            assert "first line" in text(said)
+            assert "first line" in str(found.contents[0])
+            assert "made" not in text(listed)
+            running.cancel()
+            await asyncio.wait([running])
+            assert not (await second.call_tool("write_file", {"path": "a", "content": ""})).is_error
+
+    asyncio.run(work())
 
 
 @pytest.mark.heavy

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ SECONDS = 240
 class Program:
     """A server at the other end of two pipes."""
 
-    def __init__(self, workspace: Path, *options: str, specs: tuple[str, ...] = (TOOLS,)) -> None:
+    def __init__(
+        self,
+        workspace: Path,
+        *options: str,
+        specs: tuple[str, ...] = (TOOLS,),
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
         command = [sys.executable, "-m", "weakincentives.cli", "mcp", "-w", str(workspace)]
         self.process = subprocess.Popen(
             [*command, *options, *specs],
@@ -27,7 +34,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            env={**env, "PYTHONWARNINGS": "ignore"},
         )
         self._number = 0
 

@@ -924,10 +924,12 @@ def test_the_example_renames_everywhere_or_nowhere_and_undoes():
 
     assert shown.splitlines() == [
         "Tools: rename, undo, history, checkpoint",
+        "  asked: Change main.py and shop.py?",
         "ok: total is amount now.",
         "  shop.py: amount = 1",
         "failed: main.py would not compile: invalid syntax",
         "  shop.py: amount = 1",
+        "Changed so far: +++ b/main.py +++ b/shop.py",
         "Undone: 1 call (rename).",
         "  shop.py: total = 1",
     ]

@@ -561,3 +561,143 @@ def test_who_holds_the_gate_can_undo_and_change_files(root: Path):
         assert fs.read("a") == "one"
         fs.undo(fs.history()[-1].call_id)
         assert fs.read("a") == "two"
+
+
+# Reading beside another call
+
+
+@wink.tool(reach="reversible")
+def think(go: str, text: str, *, context: wink.ToolContext) -> str:
+    """Write a file only after someone says so."""
+    events[go].wait(SECONDS)
+    context.filesystem.write("number", text)
+    return text
+
+
+@wink.tool(reach="reversible")
+def fail_late(go: str, *, context: wink.ToolContext) -> str:
+    """Write a file at once, and fail when someone says so."""
+    context.filesystem.write("number", "never")
+    events["written"].set()
+    events[go].wait(SECONDS)
+    raise ValueError("it was wrong")
+
+
+@wink.tool(reach="read")
+async def read_twice(go: str, *, context: wink.ToolContext) -> str:
+    """Read a file, and again after someone says so."""
+    first = context.filesystem.read("number")
+    events["read"].set()
+    while not events[go].is_set():
+        await asyncio.sleep(0.001)
+    return first + context.filesystem.read("number")
+
+
+events: dict[str, threading.Event] = {}
+
+
+@pytest.fixture(params=["another process", "another session"])
+def others(root: Path, request: pytest.FixtureRequest) -> Iterator[tuple[ToolRegistry, ...]]:
+    """Two registries on a directory; each with its own locks, or with a session of its own."""
+    events.clear()
+    events.update({name: threading.Event() for name in ("go", "written", "read")})
+    tools = [put, show, think, fail_late, read_twice]
+    with ExitStack() as opened:
+        files = [opened.enter_context(HostFilesystem(root, shared=True))]
+        if request.param == "another process":
+            files.append(opened.enter_context(HostFilesystem(root, shared=True)))
+        yield tuple(
+            opened.enter_context(ToolRegistry(tools, workspace=each))
+            for each in (files[0], files[-1])
+        )
+        for each in events.values():
+            each.set()
+
+
+async def soon(event: threading.Event) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not event.is_set():
+            await asyncio.sleep(0.001)
+
+
+def test_a_read_does_not_wait_for_a_call_that_has_changed_nothing_yet(
+    others: tuple[ToolRegistry, ToolRegistry], root: Path
+):
+    """Such as one whose command runs over the directory, or which waits for a person."""
+    one, two = others
+
+    async def work() -> None:
+        thinking = asyncio.ensure_future(one.aexecute("think", {"go": "go", "text": "1"}))
+        await asyncio.sleep(0.05)
+        reads = [two.aexecute("show", {"path": "number"}) for _ in range(5)]
+        async with asyncio.timeout(SECONDS):
+            assert [each.render() for each in await asyncio.gather(*reads)] == ["0"] * 5
+        assert not thinking.done()
+        events["go"].set()
+        assert (await thinking).success
+        assert (await two.aexecute("show", {"path": "number"})).render() == "1"
+        assert (await two.aexecute("put", {"path": "number", "text": "2"})).success
+
+    asyncio.run(work())
+    assert (root / "number").read_text() == "2"
+
+
+def test_a_read_waits_for_a_call_that_has_changed_something(
+    others: tuple[ToolRegistry, ToolRegistry],
+):
+    one, two = others
+
+    async def work() -> None:
+        failing = asyncio.ensure_future(one.aexecute("fail_late", {"go": "go"}))
+        await soon(events["written"])
+        reading = asyncio.ensure_future(two.aexecute("show", {"path": "number"}))
+        await asyncio.sleep(0.2)
+        assert not reading.done()
+        events["go"].set()
+        assert not (await failing).success
+        assert (await reading).render() == "0"
+
+    asyncio.run(work())
+
+
+def test_what_a_call_reads_does_not_change_under_it(
+    others: tuple[ToolRegistry, ToolRegistry],
+):
+    one, two = others
+
+    async def work() -> None:
+        thinking = asyncio.ensure_future(one.aexecute("think", {"go": "written", "text": "1"}))
+        await asyncio.sleep(0.05)
+        reading = asyncio.ensure_future(two.aexecute("read_twice", {"go": "go"}))
+        await soon(events["read"])
+        events["written"].set()
+        await asyncio.sleep(0.2)
+        assert not thinking.done()  # it waits for the reader
+        events["go"].set()
+        assert (await reading).render() == "00"
+        assert (await thinking).success
+
+    asyncio.run(work())
+
+
+def test_a_call_that_reads_on_and_on_does_not_keep_others_from_changing_files(
+    others: tuple[ToolRegistry, ToolRegistry], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("weakincentives.filesystem.workspace._READING", 0.3)
+    one, two = others
+
+    async def work() -> None:
+        thinking = asyncio.ensure_future(one.aexecute("think", {"go": "written", "text": "1"}))
+        await asyncio.sleep(0.05)
+        reading = asyncio.ensure_future(two.aexecute("read_twice", {"go": "go"}))
+        await soon(events["read"])
+        events["written"].set()
+        async with asyncio.timeout(SECONDS):
+            assert (await thinking).success
+        events["go"].set()
+        result = await reading
+        assert result.failure is not None
+        assert result.failure.code == "CONFLICT"
+        assert "this one has read for too long: try again" in result.render()
+
+    asyncio.run(work())

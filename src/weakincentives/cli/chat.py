@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from weakincentives.adapters import Adapter, MessageReceived, RunOptions
@@ -65,7 +66,9 @@ class Chat(AgentRun):
             open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
         ):
             self._view.close()  # until there is a message
-            self._view.on_line = self._queue if is_terminal else None
+            if is_terminal:
+                self._view.on_line = self._queue
+                self._view.on_end = partial(self._later.append, "/quit")
             self._files = files
             with self._open_workbench(files, saved), ExitStack() as self._recorder:
                 self._use_model(settings.model, 0 if self.earlier is None else self.earlier.turns)
@@ -221,7 +224,10 @@ class Chat(AgentRun):
     def _help(self) -> None:
         for name, (_, text) in self._commands.items():
             echo(f"  {name:<8} {text}")
-        echo("  While the model works, a line you type is sent to it. Ctrl-C stops the turn.")
+        echo(
+            "  While the model works, a line you type is sent to it. Ctrl-C stops the turn,"
+            " Ctrl-D quits after it."
+        )
 
     def _messages(self) -> list[UserMessage]:
         return self._saved.user_messages() if self._has_begun else []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from weakincentives.cli.common import Misuse, examples, open_branch, open_workspace, say
-from weakincentives.cli.database import open_runs
+from weakincentives.cli.database import open_runs, setting
 from weakincentives.cli.options import (
     InPlace,
     Policy,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.mcp import McpServer
     from weakincentives.prompt import Section
+    from weakincentives.prompt.approval import Ask
     from weakincentives.runtime import SavedSession
     from weakincentives.session import Session
 
@@ -114,7 +116,8 @@ def mcp(
         typer.Option(
             "--database",
             metavar="URL",
-            help="Let the client's user answer what runs in this database ask.",
+            help="Let the client's user answer what runs in this database ask. Of a client that "
+            "cannot ask its user, calls wait there for `wink approve`.",
         ),
     ] = None,
     verbose: Verbose = False,
@@ -136,8 +139,10 @@ def mcp(
             policy=policy,
         )
         with (
-            _approvals(database) as more,
-            _server(settings, branch, more, fresh=fresh, in_place=in_place, many=http) as server,
+            _approvals(database, settings) as (more, ask),
+            _server(
+                settings, branch, more, ask, fresh=fresh, in_place=in_place, many=http
+            ) as server,
         ):
             if http:
                 auth = None if oauth is None else _OAuth(oauth, url, tuple(scope or ()))
@@ -153,15 +158,26 @@ class _OAuth(NamedTuple):
 
 
 @contextmanager
-def _approvals(database: str | None) -> Generator[Sequence[Section[Any]]]:
-    """Yield a section with which the client's user answers what durable runs ask."""
-    if database is None:  # only where it is wanted: it is one more tool for every model
-        yield ()
-        return
+def _approvals(
+    database: str | None, settings: Settings
+) -> Generator[tuple[Sequence[Section[Any]], Ask]]:
+    """Yield how calls are approved, and a section with which the client's user answers what durable
+    runs ask.
+    """
+    from weakincentives.mcp import AskElsewhere, ask_client
     from weakincentives.mcp.elicitation import approvals_section
 
-    with open_runs(database) as runs:
-        yield (approvals_section(runs),)
+    if not setting("database", database):
+        yield (), ask_client
+        return
+    with ExitStack() as opened:
+        # Late, unless it is named here: a server works without it, too.
+        runs = cache(lambda: opened.enter_context(open_runs(database)))
+        ask = AskElsewhere(runs, {"workspace": str(settings.workspace)})
+        with closing(ask):
+            # One more tool for every model: only where it is wanted.
+            more = () if database is None else (approvals_section(runs()),)
+            yield more, ask
 
 
 @contextmanager
@@ -169,6 +185,7 @@ def _server(
     settings: Settings,
     branch: str | None,
     more: Sequence[Section[Any]],
+    ask: Ask,
     *,
     fresh: bool,
     in_place: bool,
@@ -176,7 +193,7 @@ def _server(
 ) -> Generator[McpServer]:
     from weakincentives.cli.workbench import check_fits_branch, open_workbench
     from weakincentives.filesystem.store import location_of
-    from weakincentives.mcp import McpServer, ask_client
+    from weakincentives.mcp import McpServer
     from weakincentives.runtime.calls import begin_run
     from weakincentives.session import Session
 
@@ -201,7 +218,7 @@ def _server(
 
         # One that is not saved stands for all clients over HTTP: each has its own.
         session = Session() if many else session_of(about)
-        with open_workbench(settings, session, ask=ask_client, files=files, more=more) as bench:
+        with open_workbench(settings, session, ask=ask, files=files, more=more) as bench:
             if branch:
                 check_fits_branch(bench)
 

@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import unified_diff
@@ -29,6 +30,8 @@ class Change:
     before: str | None
     after: str | None
     mode: int = 0o644
+    is_ours: bool = False
+    """Whether all of the file is ours: then nothing of a person's is lost with it."""
 
 
 def show(changes: Sequence[Change]) -> None:
@@ -52,13 +55,16 @@ def apply(changes: Sequence[Change]) -> None:
         mode = each.mode
         if each.before is not None:
             mode = stat.S_IMODE(path.stat().st_mode)
-            if path.suffix in (".json", ".toml"):  # others are wholly ours
+            if not each.is_ours:
                 now = f"{datetime.fromtimestamp(SYSTEM_CLOCK.time()):%Y%m%d-%H%M%S}"
                 copy = path.with_name(f"{path.name}.before-wink-{now}")
                 _write(copy, each.before, mode)
                 echo(f"The earlier file is kept as {copy}")
         if each.after is None:
             path.unlink()
+            with suppress(OSError):  # where something else is left
+                path.parent.rmdir()
+                path.parent.parent.rmdir()
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, each.after, mode)

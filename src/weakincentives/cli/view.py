@@ -255,6 +255,8 @@ class View:
         """The plan when the run began."""
         self.on_line: Callable[[str], bool] | None = None
         """Sends a line that a person types meanwhile; tells whether it was sent."""
+        self.on_end: Callable[[], object] | None = None
+        """Called when a person presses Ctrl-D on an empty line."""
         self.typed = ""
         """What a person has typed of the next line."""
         self.queued: list[str] = []
@@ -550,6 +552,8 @@ class _Keys:
             view.typed = view.typed[:-1]
         elif key == "\x15":  # Ctrl-U
             view.typed = ""
+        elif key == "\x04" and not view.typed and view.on_end is not None:  # Ctrl-D
+            view.on_end()
         elif key.isprintable():
             view.typed += key
 

@@ -153,6 +153,32 @@ class Runs:
 
         return self._do(work)
 
+    def stand_in(self, key: str, *, task: str, about: Mapping[str, Any], worker: str) -> DurableRun:
+        """Return the run that stands for a session which a process of its own performs.
+
+        It is there for what the session asks: no worker takes it. With the same key it is the same
+        run, also after it was done. One that a person has cancelled stays cancelled.
+        """
+
+        def work(transaction: Transaction) -> DurableRun:
+            for count in _MARKS:
+                run_id = _new_id(count)
+                transaction.changed(
+                    "INSERT INTO wink_runs (id, mark, submit_key, task, status, about, machine,"
+                    " part, sitting, enqueued, submitted_at, updated_at, worker, detail)"
+                    f" VALUES (?, ?, ?, ?, 'running', ?, '', '', 1, 1, {transaction.now},"
+                    f" {transaction.now}, ?, '') ON CONFLICT DO NOTHING",
+                    run_id, _mark(run_id), key, _storable(task), json.dumps(dict(about)), worker,
+                )  # fmt: skip
+                rows = _select(transaction, "WHERE submit_key = ?", key)
+                if rows and rows[0].status == "done":
+                    return _set_status(transaction, rows[0], "running")
+                if rows:
+                    return rows[0]
+            raise AssertionError("no free name for a run")
+
+        return self._do(work)
+
     def find(self, name: str) -> DurableRun:
         """Return the run with this id, unique prefix of an id, or mark.
 
@@ -296,8 +322,9 @@ class Runs:
             )  # fmt: skip
             # Asked again in a later sitting, perhaps after the files were changed and changed back.
             transaction.changed(
-                "UPDATE wink_approvals SET sitting = ?, state = 'open' WHERE run = ? "
-                "AND call_id = ? AND policy = ? AND digest = ? AND state <> 'answered'",
+                "UPDATE wink_approvals SET sitting = ?, state = 'open', asked_at ="
+                f" CASE WHEN state = 'used' THEN {transaction.now} ELSE asked_at END WHERE run = ?"
+                " AND call_id = ? AND policy = ? AND digest = ? AND state <> 'answered'",
                 run.sitting, *of_call, digest,
             )  # fmt: skip
             rows = transaction.execute(
@@ -360,7 +387,7 @@ class Runs:
             )[0]
             if first == key:
                 return run
-            if state == "answered":
+            if state in ("answered", "used"):
                 raise AnswerRefused("somebody else has answered this")
             if state != "open" or run.has_ended:
                 raise AnswerRefused("the run no longer waits for this answer")
@@ -392,6 +419,35 @@ class Runs:
         approved, who, reason, edited = rows[0]
         arguments = None if edited is None else json.loads(edited)
         return Approval(bool(approved), str(who), str(reason), arguments=arguments)
+
+    def use(self, run_id: str, request: ApprovalRequest) -> Approval | None:
+        """Return the answer to a request, once: after that it is asked again.
+
+        For calls without an id of their own, which are known by what they do.
+        """
+        of_call = (run_id, request.call_id, request.policy_name, request.digest)
+
+        def work(transaction: Transaction) -> bool:
+            _locked(transaction, run_id)
+            return self._change(transaction, "answered", "used", of_call)
+
+        found = self.answered(run_id, request.call_id, request.digest, request.policy_name)
+        return found if found is not None and self._do(work) else None
+
+    def unuse(self, run_id: str, request: ApprovalRequest) -> None:
+        """Let an answer that was used count again: the call was not made."""
+        of_call = (run_id, request.call_id, request.policy_name, request.digest)
+        self._do(lambda transaction: self._change(transaction, "used", "answered", of_call))
+
+    def _change(
+        self, transaction: Transaction, before: str, after: str, of_call: tuple[str, ...]
+    ) -> bool:
+        changed = transaction.changed(
+            "UPDATE wink_approvals SET state = ? WHERE state = ? AND run = ? AND call_id = ?"
+            " AND policy = ? AND digest = ?",
+            after, before, *of_call,
+        )  # fmt: skip
+        return changed > 0
 
     # Workers
 

@@ -67,8 +67,8 @@ from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
 from weakincentives.filesystem.tree import Tree, supported
 from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
-from weakincentives.filesystem.workspace import Place, Workspace
-from weakincentives.gate import Gate
+from weakincentives.filesystem.workspace import Place, Reading, Workspace
+from weakincentives.gate import Gate, Lease
 from weakincentives.locks import undisturbed
 
 if TYPE_CHECKING:
@@ -397,6 +397,10 @@ class HostFilesystem(OnDisk):
         with self._workspace.lock:
             return _ViewInPlace(self)
 
+    def fork_to_read(self, lease: Lease) -> HostFilesystem:
+        assert isinstance(lease, Reading)
+        return _ReadingView(self, lease)
+
     def check_conflicts(self, view: HostFilesystem) -> None:
         self._check_own(view)
         with self._workspace.lock, self._lock, view._lock:
@@ -430,13 +434,17 @@ class HostFilesystem(OnDisk):
         self._check_own(view)
         view.seal("this view was discarded")
         view._await_programs()
-        with self._workspace.alone(), self._workspace.lock, view._lock:
+        with view._alone(), self._workspace.lock, view._lock:
             if view._ended:
                 return ()
             left = view._undo_all()
             # Last: an interrupted discard is repeated.
             view._ended = True
             return left
+
+    def _alone(self) -> contextlib.AbstractContextManager[object]:
+        """Return a block in which changes can be undone."""
+        return self._workspace.alone()
 
     def _check_own(self, view: HostFilesystem) -> None:
         if view._parent is not self:
@@ -1242,6 +1250,25 @@ class PrivateView(_View):
     def _cover(self, overlay: Overlay) -> None:
         self._note(())  # the command may read anything
         overlay.cover(self._staging, self._staging.covered, self._workspace.tree)
+
+
+class _ReadingView(PrivateView):
+    """A view of the directory as it is, for a call beside the one that has it to itself."""
+
+    def __init__(self, parent: HostFilesystem, reading: Reading) -> None:
+        super().__init__(parent, reading.present, None)
+        self._reads = None  # nobody changes what it reads
+        self._reading = reading
+
+    def _run(self, command: Command, cwd: str) -> CommandResult:
+        with self._reading.kept():
+            return super()._run(command, cwd)
+
+    def _alone(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # it has changed nothing
+
+    def _check_has_history(self) -> None:
+        """It has that of the directory."""
 
 
 def _have_changed(records: Iterable[Record], parts: Parts) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weakincentives.call import ToolCall
-from weakincentives.clock import Clock
-from weakincentives.errors import FilesystemError, ProtectedPath, ViewClosed
+from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.errors import FilesystemError, MergeConflict, ProtectedPath, ViewClosed
 from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
@@ -36,9 +36,9 @@ from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External, Noted
-from weakincentives.filesystem.store import Limits, Store
+from weakincentives.filesystem.store import DirectoryLock, Limits, Store
 from weakincentives.filesystem.tree import Tree
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, Lease
 from weakincentives.programs import agents_can_write
 from weakincentives.state import workspace_store
 
@@ -46,6 +46,64 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 
 _OVERTAKEN = "other processes have worked on this directory since this view was forked"
+
+
+_READING = 20.0
+"""Seconds for which a call may read beside another one that waits to change the directory."""
+_SHARED = 1.0
+"""Seconds for which more calls may read with it."""
+_READ_TOO_LONG = "another call waits to change files, and this one has read for too long: try again"
+
+
+class _Lent(Present):
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise MergeConflict(self._closed)
+
+
+class Reading(Lease):
+    """Keeps the directory as it is, without the gate: for calls that only read.
+
+    Meanwhile another call may run a command over the directory, or wait for a person. When that
+    wants to change files, it waits for us, but not for long: then our views are closed.
+    """
+
+    def __init__(self, lock: contextlib.ExitStack, disk: Look) -> None:
+        self.present = _Lent(disk)
+        """What they read."""
+        self._lock = lock
+        self._until = SYSTEM_CLOCK.monotonic() + _SHARED
+        self._uses = 0
+        self._ending = threading.Lock()
+        self._timer = threading.Timer(_READING, self._close)
+        self._timer.daemon = True
+        self._timer.start()
+
+    @property
+    def is_fresh(self) -> bool:  # type: ignore[override]
+        return SYSTEM_CLOCK.monotonic() < self._until
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Keep the directory until the end of the block: a command reads it."""
+        with self._ending:
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._ending:
+                self._uses -= 1
+
+    def end(self) -> None:
+        self._timer.cancel()
+        with self._ending:
+            self._lock.close()
+
+    def _close(self) -> None:
+        with self._ending:
+            if not self._uses:
+                self.present.close(_READ_TOO_LONG)
+                self._lock.close()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -105,6 +163,8 @@ class Workspace:
         self._stages: list[tuple[int, Present]] = []
         """The presents of the in-place call, with the number of its records at that time."""
         self.recovered = recover(self.tree, self.history)
+        if disk is None:  # a branch never changes the directory
+            self.gate.beside = functools.partial(_reading, weakref.ref(self))
         lock = self.store.lock
         self.is_shared = not lock.alone
         lock.is_stale = False
@@ -145,6 +205,23 @@ class Workspace:
         """Hold the lock between processes in the block; a call that is inside holds it already."""
         is_inside = self.store.lock.is_held or not self.closing.alive
         return contextlib.nullcontext() if is_inside else self.gate
+
+    def reading(self) -> Reading | None:
+        """Keep the directory as it is for a call that only reads; None if it has been changed by a
+        call that has not ended, or that was killed.
+        """
+        with contextlib.ExitStack() as held:
+            lock = DirectoryLock(self.store.path)
+            held.callback(lock.close)
+            try:
+                held.enter_context(lock.reading(0))
+                if self.history.journal.path.stat().st_size:
+                    return None
+            except FileNotFoundError:  # nothing has been changed yet
+                pass
+            except (FilesystemError, OSError):
+                return None
+            return Reading(held.pop_all(), self.disk)
 
     def seen_anew(self) -> History:
         """Return the history, with what other processes have committed so far."""
@@ -417,6 +494,11 @@ class Workspace:
         if self._stages:
             self.present = self._stages[-1][1]
             self.present.resume()
+
+
+def _reading(workspace: weakref.ref[Workspace]) -> Reading | None:
+    found = workspace()
+    return None if found is None or not found.closing.alive else found.reading()
 
 
 def _oldest(places: weakref.WeakSet[Place]) -> int | None:

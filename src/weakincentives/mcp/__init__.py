@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from weakincentives.mcp.connection import StdioServer as StdioServer
     from weakincentives.mcp.context_sections import McpPromptSection as McpPromptSection
     from weakincentives.mcp.context_sections import McpResourcesSection as McpResourcesSection
+    from weakincentives.mcp.elicitation import AskElsewhere as AskElsewhere
     from weakincentives.mcp.elicitation import ask_client as ask_client
     from weakincentives.mcp.oauth import OAuth as OAuth
     from weakincentives.mcp.oauth import TokenFile as TokenFile

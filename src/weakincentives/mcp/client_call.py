@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -76,6 +76,10 @@ class InputNeeded(Suspended):
     """The client has to repeat the call with what it is asked."""
 
 
+class AnsweredElsewhere(Suspended):
+    """Someone else answers what the call asks; the client makes it again."""
+
+
 class _Asked(NamedTuple):
     question: str
     """Tells this question from others, so that an answer is for what was asked."""
@@ -98,6 +102,8 @@ class ClientCall(Caller):
         self.id = new_call_id() if earlier is None else earlier.id
         self.asked: dict[str, _Asked] = {}
         """What the call waits for, by the names that the client answers under."""
+        self.used: list[Callable[[], object]] = []
+        """For each answer from elsewhere that the call has used: lets it count again."""
         self._reports = reports
         self._answers: dict[str, BaseModel] = {}
         self._unasked = {} if earlier is not None else dict(responses or {})

@@ -6,12 +6,15 @@ The model can bring up what durable runs ask, but only such a form answers it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.errors import AnswerRefused, MissingExtra, ToolValidationError
-from weakincentives.mcp.client_call import client_call, patience
+from weakincentives.mcp.client_call import AnsweredElsewhere, client_call, patience
 from weakincentives.prompt import MarkdownSection, Section, Tool, ToolContext
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
 from weakincentives.prompt.caller import NotAnswered
@@ -23,7 +26,7 @@ except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 
 if TYPE_CHECKING:
-    from weakincentives.durable.runs import Runs
+    from weakincentives.durable.runs import DurableRun, Runs
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""
@@ -40,6 +43,72 @@ async def ask_client(request: ApprovalRequest) -> Approval:
         return await answer_of_client(request)
     except NotAnswered as error:
         return Approval(False, error.by, str(error))
+
+
+class AskElsewhere:
+    """Asks the user of the MCP client that makes the call, for ``ApprovalPolicy(ask=…)``.
+
+    Where the client cannot ask its user, the call is suspended, and what it asks waits in a
+    database: for ``wink approve``, ``wink debug`` or another client. When it is answered, the
+    client makes the same call again. An answer counts once.
+
+    Args:
+        runs: Returns the runs of the database; called when they are first needed.
+        about: What to note about the session in the database, as JSON values.
+    """
+
+    def __init__(self, runs: Callable[[], Runs], about: Mapping[str, Any] | None = None) -> None:
+        self._runs, self._about = runs, dict(about or {})
+        self._stand_ins: dict[str, DurableRun] = {}
+
+    def close(self) -> None:
+        """Note in the database that the sessions are over which have nothing left to ask."""
+        for run in self._stand_ins.values():
+            if not self._runs().pending(run.id):
+                self._runs().end(run.id, run.sitting, "done")
+
+    async def __call__(self, request: ApprovalRequest) -> Approval:
+        call = client_call.get()
+        if call is None or call.can_ask:
+            return await ask_client(request)
+        # The client does not repeat a call under its id: it is known by what it does.
+        asked = replace(request, call_id=_mark_of(request))
+        answer, waits_for = await asyncio.to_thread(self._look, asked, call.user)
+        if answer is not None:
+            call.used.append(lambda: self._unuse(asked))
+            return answer
+        if not waits_for:
+            return Approval(False, reason="the session was cancelled in the database")
+        for unuse in call.used:  # by another policy of this call
+            await asyncio.to_thread(unuse)
+        raise AnsweredElsewhere(
+            f"{request.tool_name} needs approval, which this client cannot ask its user for. The "
+            f"call has not run: it waits for an answer (`wink approve {waits_for}`). Make the same "
+            "call again once a person has answered"
+        )
+
+    def _look(self, asked: ApprovalRequest, user: str) -> tuple[Approval | None, str]:
+        """Return the answer, or else the mark of the run that waits for it."""
+        runs, run = self._runs(), self._run(asked, user)
+        answer = runs.use(run.id, asked)
+        return answer, "" if answer is not None or not runs.ask(run.id, asked) else run.mark
+
+    def _unuse(self, asked: ApprovalRequest) -> None:
+        self._runs().unuse(self._run(asked).id, asked)
+
+    def _run(self, asked: ApprovalRequest, user: str = "a client") -> DurableRun:
+        run = self._stand_ins[asked.session_id] = self._runs().stand_in(
+            f"mcp {asked.session_id}",
+            task=f"Calls of {user}",
+            about={"kind": "mcp", **self._about},
+            worker=f"mcp:{os.getpid()}",
+        )
+        return run
+
+
+def _mark_of(request: ApprovalRequest) -> str:
+    made = json.dumps([request.tool_name, request.arguments], sort_keys=True, default=repr)
+    return hashlib.sha256(made.encode()).hexdigest()[:16]
 
 
 async def answer_of_client(request: ApprovalRequest) -> Approval:

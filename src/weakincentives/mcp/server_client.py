@@ -17,7 +17,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.events import ToolInvoked
-from weakincentives.mcp.client_call import ClientCall, client_call
+from weakincentives.mcp.client_call import AnsweredElsewhere, ClientCall, client_call
 from weakincentives.mcp.reports import Reports
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
@@ -213,7 +213,10 @@ class ServedClient:
                 raise
             # It would end a run, but a server goes on. The record says that the call failed and was
             # rolled back.
-            return cast("ToolInvoked", self.session.record_of(call.id)).result
+            result = cast("ToolInvoked", self.session.record_of(call.id)).result
+            if isinstance(error, AnsweredElsewhere):
+                result = replace(result, message=str(error))
+            return result
 
 
 class _Order:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
-from weakincentives.gate import Gate, ProcessLock, TooLate
+from weakincentives.gate import Gate, Lease, ProcessLock, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
 from weakincentives.prompt.prompt import Offer, Prompt, check_prompt
@@ -211,6 +211,10 @@ class Work(Surroundings, Generic[T]):
 
     needs_loop = True
     """Whether it needs an event loop; if not, sync code steps it by hand."""
+    changes_in_thread = False
+    """Whether what it changes while it runs, it changes in a thread of its own."""
+    only_reads = False
+    """Whether it only reads, so that it need not wait for a call that has not changed anything."""
     joining: ToolCall | None = None
     """A call that may run concurrently: it joins the turn under way on its event loop, or begins
     one that others can join."""
@@ -298,6 +302,7 @@ class Work(Surroundings, Generic[T]):
 
         gates, call, deadline = self.gates(), self.joining, self.context.deadline
         held: list[Gate] = []
+        leases: dict[Gate, Lease] = {}
         turn: JoinedTurn | None = None
         place: Place | None = None
         try:
@@ -305,23 +310,32 @@ class Work(Surroundings, Generic[T]):
                 may_join = None if call is None else self._may_join
                 for gate in gates:
                     waits = gate.locked()
+                    may_pass = None
+                    if gate.beside is not None and self.only_reads:
+                        may_pass = partial(self._may_pass, gate, leases)
                     try:
                         if waits:
                             self._note_wait(gate)
-                        is_inside = await gate.enter(deadline, may_join)
+                        is_inside = await gate.enter(deadline, may_join, may_pass)
                     except (WinkError, OSError) as error:
                         self.kept_out = error
                         break
                     finally:
                         if waits:
                             self._note_wait(None)
-                    if not is_inside:
+                    if is_inside:
+                        held.append(gate)
+                    elif gate not in leases:
                         turn = gate.joined
                         break
-                    held.append(gate)
                     may_join = None  # only at the first gate: a turn holds all of them
+                self.leases = leases
+                if not self.changes_in_thread or turn is not None:
+                    for gate in held:
+                        gate.blocks = asyncio.get_running_loop()
                 if call is not None and turn is not None:
                     place = turn.join(call.id, deadline)
+                    self.leases = turn.leases
                 elif self.kept_out is not None:
                     pass
                 elif call is not None and gates and not self.resources.in_place:
@@ -331,7 +345,10 @@ class Work(Surroundings, Generic[T]):
                     # A lone call that writes does so in place: programs it starts see its files.
                     if reads or gates[0].line:
                         place = first_place(reads=reads)
-                        turn, held = JoinedTurn(gates, place, call.id), []
+                        for gate in held:
+                            gate.blocks = asyncio.get_running_loop()
+                        turn = JoinedTurn(gates, place, call.id, leases)
+                        held, leases = [], {}
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
@@ -340,6 +357,8 @@ class Work(Surroundings, Generic[T]):
                 raise interrupt
             return cast("T", value)
         finally:
+            for lease in leases.values():
+                lease.end()
             for gate in reversed(held):
                 gate.release()
             if turn is not None and place is not None:
@@ -358,9 +377,19 @@ class Work(Surroundings, Generic[T]):
         return (
             turn is not None
             and not self.resources.in_place
-            and turn.admits(gates, call.id)
+            and turn.admits(gates, call.id, reads=self.only_reads)
             and self.offers[call.name].may_join(DEFAULT_CONCURRENCY, self.context)
         )
+
+    def _may_pass(self, gate: Gate, leases: dict[Gate, Lease]) -> bool:
+        import asyncio
+
+        if gate.beside is None or gate.blocks is asyncio.get_running_loop():
+            return False
+        lease = gate.beside()
+        if lease is not None:
+            leases[gate] = lease
+        return lease is not None
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
@@ -419,6 +448,9 @@ class _OneCall(Work[AnyResult]):
         self.needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
         if place is None and offer is not None and offer.may_run_concurrently:
             self.joining = call
+        if offer is not None:
+            self.only_reads = offer.tool.reach == "read"
+            self.changes_in_thread = not (offer.tool.is_async or offer.tool.effects)
 
     def start(self, place: Place | None = None) -> Coroutine[Any, Any, AnyResult]:
         place = self._place or place

@@ -25,7 +25,7 @@ from weakincentives.errors import (
 )
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
-from weakincentives.gate import Gate, Holder, InUse, ObjectGate, TooLate, running_loop
+from weakincentives.gate import Gate, Holder, InUse, Lease, ObjectGate, TooLate, running_loop
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
@@ -133,6 +133,9 @@ class Surroundings:
 
     loop: Any = None
     """The event loop that it runs on, once its handler does."""
+
+    leases: Mapping[Gate, Lease] = MappingProxyType({})
+    """By the gate: what lets it read beside the call that is inside."""
 
     enters_first: tuple[ObjectGate, ...] = ()
     """Gates that an attempt could not wait for: the next one enters them before anything else."""
@@ -507,7 +510,13 @@ class Transaction:
             # For a nested call, its parent forks: what is changed then belongs to the parent.
             before = transaction_under_way.set(self)
             try:
-                view: Participant = base.fork_in_place() if in_place else base.fork()
+                view: Participant
+                leases = self.around.leases
+                lease = leases.get(base.gate) if leases and base.gate is not None else None
+                if lease is not None:
+                    view = base.fork_to_read(lease)
+                else:
+                    view = base.fork_in_place() if in_place else base.fork()
             finally:
                 transaction_under_way.reset(before)
             if self.reads_only:

@@ -7,15 +7,16 @@ earlier call has changed is re-run in order: the outcome is that of running one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from logging import DEBUG
 from random import random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal, ToolTimeout
 from weakincentives.filesystem.paths import shown
-from weakincentives.gate import Gate
+from weakincentives.gate import Gate, Lease
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.resources import ResourceContext
@@ -41,6 +42,7 @@ _LONGEST_PAUSE = 0.25
 _MAX_JOINED = 1000
 """Calls that join one turn; then it must end, so that a call that waits unseen gets through: a
 thread in the moment between looking at a gate and getting in line."""
+_NO_LEASES: Mapping[Gate, Lease] = MappingProxyType({})
 _reached: Event | None = None
 """Already set, so that all loops can share it; made when first needed."""
 
@@ -131,10 +133,18 @@ class JoinedTurn:
     own caller: one that is cancelled or raises through does not end the others.
     """
 
-    __slots__ = ("_gates", "_inside", "_joined")
+    __slots__ = ("_gates", "_inside", "_joined", "leases")
 
-    def __init__(self, gates: tuple[Gate, ...], first: Place, call_id: str) -> None:
+    def __init__(
+        self,
+        gates: tuple[Gate, ...],
+        first: Place,
+        call_id: str,
+        leases: Mapping[Gate, Lease] = _NO_LEASES,
+    ) -> None:
         self._gates = gates
+        self.leases = leases
+        """For those of the gates that it has not entered: its calls only read beside others."""
         self._inside = {first: call_id}
         """The calls that have not ended, in order of arrival; the first of them may commit."""
         self._joined = 1
@@ -142,12 +152,14 @@ class JoinedTurn:
         if gates[0].line:
             gates[0].wake_next()  # it may be able to join
 
-    def admits(self, gates: tuple[Gate, ...], call_id: str) -> bool:
+    def admits(self, gates: tuple[Gate, ...], call_id: str, *, reads: bool) -> bool:
         """Whether a call at these gates can join, if it is its turn at the first of them."""
         import asyncio
 
         return (
             self._gates == gates
+            and (reads or not self.leases)
+            and all(lease.is_fresh for lease in self.leases.values())
             and gates[0].loop is asyncio.get_running_loop()
             and len(self._inside) < DEFAULT_CONCURRENCY
             and self._joined < _MAX_JOINED
@@ -174,7 +186,8 @@ class JoinedTurn:
         first = next(iter(self._inside), None)
         if first is None:
             for gate in reversed(gates):
-                gate.release()
+                lease = self.leases.get(gate)
+                gate.release() if lease is None else lease.end()
             return
         if gates[0].line:
             gates[0].wake_next()

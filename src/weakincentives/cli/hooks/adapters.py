@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.adapters.claude_program import EDITING, FORMER, NOT_CALLS, READING
@@ -112,6 +114,81 @@ class Gemini(Adapter):
         return said or None
 
 
+class Cline(Adapter):
+    """Cline: an agent has an id of its own, and what is said of a tool is in one field."""
+
+    def read(self, told: Told) -> Event | None:
+        kind = self.kinds.get(_CLINE.get(str(told["hookName"]), ""))
+        if kind is None:
+            return None
+        is_sub = bool(told.get("parent_agent_id"))
+        if is_sub and kind == "turn_end":
+            kind = "subagent_end"
+        tool: Told = told.get("tool_call") or told.get("tool_result") or {}
+        if kind == "after" and tool.get("error"):
+            kind = "failed"
+        context: Told = told.get("sessionContext") or {}
+        submitted: Told = told.get("userPromptSubmit") or {}
+        roots: Sequence[str] = told.get("workspaceRoots") or ["."]
+        session = str(context.get("rootSessionId") or told["taskId"])
+        end = {"tool_response": tool.get("output"), "error": tool.get("error")}
+        return Event(
+            kind=kind,
+            session=session,
+            directory=roots[0],
+            root=roots[0],
+            agent=str(told["agent_id"]) if is_sub else "",
+            tool=str(tool.get("name") or ""),
+            use=str(tool.get("id") or ""),
+            params=tool.get("input") or {},
+            answer=_said(end, failed=kind == "failed"),
+            prompt=str(submitted.get("prompt") or (_cline_prompt(session) if not is_sub else "")),
+        )
+
+    def write(self, kind: Kind, reply: Reply) -> Mapping[str, Any] | None:
+        if reply.denial:
+            return {"cancel": True, "errorMessage": reply.denial}
+        said = "\n".join([*reply.messages, reply.rolled_back]).strip("\n")
+        return {"context": said} if said else None
+
+
+def _cline_prompt(session: str) -> str:
+    """Return a session's first prompt, which Cline notes and does not always tell."""
+    home = os.environ.get("CLINE_DIR") or Path.home() / ".cline"
+    data = os.environ.get("CLINE_DATA_DIR") or Path(home) / "data"
+    sessions = os.environ.get("CLINE_SESSION_DATA_DIR") or Path(data) / "sessions"
+    name = Path(session).name
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((Path(sessions) / name / f"{name}.json").read_bytes())["prompt"])
+    return ""
+
+
+_CLINE = {
+    "prompt_submit": "UserPromptSubmit",
+    "tool_call": "PreToolUse",
+    "tool_result": "PostToolUse",
+    "agent_end": "TaskComplete",
+    "agent_abort": "TaskCancel",
+    "agent_error": "TaskError",
+    "session_shutdown": "SessionShutdown",
+}
+"""The file that an event's hook is in, by what the event is called when it is told."""
+
+
+class Goose(Adapter):
+    """goose: Claude's events in other words; only the hook before a tool is listened to."""
+
+    def read(self, told: Told) -> Event | None:
+        names = {"hook_event_name": "event", "cwd": "working_dir", "tool_use_id": "tool_call_id"}
+        names |= {"tool_response": "tool_output", "prompt": "message", "error": "tool_output"}
+        own = {ours: told.get(theirs) for ours, theirs in names.items()}
+        # Only events of tools tell the directory; hooks are started in it.
+        return super().read({**told, **own})
+
+    def write(self, kind: Kind, reply: Reply) -> Mapping[str, Any] | None:
+        return {"decision": "block", "reason": reply.denial} if reply.denial else None
+
+
 class Plugin(Adapter):
     """An agent in which a plug-in of ours runs: it tells and takes what is simplest."""
 
@@ -165,6 +242,24 @@ ADAPTERS: Mapping[str, Adapter] = {
             root_variable="CLAUDE_PROJECT_DIR",
             can_ask=True,
         ),
+        Cline(
+            program="cline",
+            title="Cline",
+            kinds={
+                "UserPromptSubmit": "prompt",
+                "PreToolUse": "before",
+                "PostToolUse": "after",
+                "TaskComplete": "turn_end",
+                "TaskCancel": "turn_end",
+                "TaskError": "turn_end",
+                "SessionShutdown": "session_end",
+            },
+            editing=frozenset({"editor"}),
+            reading=frozenset({"fetch_web_content", "read_files", "search_codebase"}),
+            not_calls=frozenset({"ask_question", "skills", "spawn_agent", "submit_and_exit"}),
+            others=frozenset({"apply_patch", "run_commands"}),
+            places=("path",),
+        ),
         Adapter(
             program="codex",
             title="Codex",
@@ -198,6 +293,23 @@ ADAPTERS: Mapping[str, Adapter] = {
             not_calls=frozenset({"activate_skill", "ask_user", "write_todos"}),
             others=frozenset({"run_shell_command"}),
             root_variable="GEMINI_PROJECT_DIR",
+        ),
+        Goose(
+            program="goose",
+            title="goose",
+            kinds={
+                "UserPromptSubmit": "prompt",
+                "PreToolUse": "before",
+                "PostToolUse": "after",
+                "PostToolUseFailure": "failed",
+                "Stop": "turn_end",
+                "SessionEnd": "session_end",
+            },
+            editing=frozenset({"edit", "write"}),
+            reading=frozenset({"analyze", "load", "read_image", "tree"}),
+            not_calls=frozenset({"delegate", "load_skill", "todo__todo_write"}),
+            others=frozenset({"shell"}),
+            places=("path",),
         ),
         Plugin(
             program="opencode",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from weakincentives import __version__
 from weakincentives.cli.common import Misuse
 from weakincentives.cli.hooks.adapters import Adapter
 from weakincentives.cli.hooks.recording import PATIENCE
@@ -65,13 +66,13 @@ def _settings(path: Path) -> tuple[str | None, Json]:
     return text, settings
 
 
-def _merged(path: Path, ours: Mapping[str, Json], rest: Json | None = None) -> Change:
+def _merged(path: Path, ours: Mapping[str, Json]) -> Change:
     """Return the settings with our hooks in place of earlier ones of ours."""
     before, settings = _settings(path)
     hooks = _others(settings.get("hooks", {}))
     for event, matcher in ours.items():
         hooks[event] = [*hooks.get(event, []), matcher]
-    settings = {**(rest or {}), **settings, "hooks": hooks}
+    settings = {**settings, "hooks": hooks}
     return Change(path, before, _dumped(settings, before))
 
 
@@ -105,8 +106,8 @@ def _without(change: Change) -> Change:
     if path.suffix == ".toml":
         left = _without_trust(before, path.with_name("hooks.json"))
         return Change(path, before, left if left.strip() else None)
-    if path.suffix != ".json" or path.name in _WHOLLY_OURS:
-        return Change(path, before, None)
+    if change.is_ours:
+        return Change(path, before, None, is_ours=True)
     _, settings = _settings(path)
     hooks = _others(settings.get("hooks", {}))
     if hooks == settings.get("hooks", {}):
@@ -115,9 +116,6 @@ def _without(change: Change) -> Change:
     if not hooks:
         del settings["hooks"]
     return Change(path, before, _dumped(settings, before) if settings else None)
-
-
-_WHOLLY_OURS = frozenset({"wink.json"})
 
 
 # Each agent
@@ -214,7 +212,59 @@ def _without_trust(text: str, hooks: Path) -> str:
 
 def _copilot(adapter: Adapter) -> Iterator[Change]:
     place = _home("COPILOT_HOME", ".copilot") / "hooks" / "wink.json"
-    yield _merged(place, matchers_of(adapter), {"version": 1})
+    yield _own(place, {"version": 1, "hooks": _lists(matchers_of(adapter))})
+
+
+def _goose(adapter: Adapter) -> Iterator[Change]:
+    place = Path.home() / ".agents" / "plugins" / "wink"
+    about = "Undo each tool call of goose"
+    matchers = matchers_of(adapter, on_failure="block")
+    for matcher in matchers.values():
+        matcher.pop("matcher", None)  # it is a regular expression there: without one, all tools
+    yield _own(
+        place / "plugin.json", {"name": "wink", "version": __version__, "description": about}
+    )
+    yield _own(place / "hooks" / "hooks.json", {"hooks": _lists(matchers)})
+
+
+def _cline(adapter: Adapter) -> Iterator[Change]:
+    """Cline runs one script for each event, and goes on if it fails."""
+    place = _home("CLINE_DIR", ".cline") / "hooks"
+    for event, kind in adapter.kinds.items():
+        path = _script_of(place, event)
+        command = hook_command(adapter)
+        run = f"said=$({command}) || said={shlex.quote(_CANCELLED)}\nprintf '%s\\n' \"$said\"\n"
+        text = f"#!/bin/sh\n{_ABOUT}\n{run if kind == 'before' else f'exec {command}' + chr(10)}"
+        yield Change(path, read_settings(path), text, mode=0o755, is_ours=True)
+
+
+_ABOUT = "# Written by `wink hook install cline`, removed by `wink hook uninstall cline`."
+_CANCELLED = json.dumps(
+    {
+        "cancel": True,
+        "errorMessage": "wink cannot record this tool, so it does not run: wink doctor tells more",
+    }
+)
+
+
+def _script_of(place: Path, event: str) -> Path:
+    """Return the script of ours for an event, or a name that nobody else's has."""
+    paths = [place / f"{event}{suffix}" for suffix in ("", ".sh", ".bash", ".zsh")]
+    texts = {path: read_settings(path) for path in paths}
+    ours = [path for path, text in texts.items() if text is not None and _OURS.search(text)]
+    free = [path for path, text in texts.items() if text is None]
+    if not ours and not free:
+        raise Misuse(f"{place} has a script of every name for {event}: remove one")
+    return [*ours, *free][0]
+
+
+def _own(path: Path, value: object) -> Change:
+    """Return a file of settings that is wholly ours."""
+    return Change(path, read_settings(path), json.dumps(value, indent=2) + "\n", is_ours=True)
+
+
+def _lists(matchers: Mapping[str, Json]) -> dict[str, list[Json]]:
+    return {event: [matcher] for event, matcher in matchers.items()}
 
 
 def _opencode(adapter: Adapter) -> Iterator[Change]:
@@ -231,14 +281,16 @@ def _plugin(adapter: Adapter, path: Path, template: str) -> Change:
     """Return a plug-in of ours, with the command in it."""
     words = [sys.executable, "-I", "-S", str(CLIENT), adapter.program]
     text = (PLUGINS / template).read_text().replace('["wink"]', json.dumps(words))
-    return Change(path, read_settings(path), text)
+    return Change(path, read_settings(path), text, is_ours=True)
 
 
 _INSTALLED: Mapping[str, Callable[[Adapter], Iterator[Change]]] = {
     "claude": _claude,
+    "cline": _cline,
     "codex": _codex,
     "copilot": _copilot,
     "gemini": _gemini,
+    "goose": _goose,
     "opencode": _opencode,
     "pi": _pi,
     "qwen": _qwen,

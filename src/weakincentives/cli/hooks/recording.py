@@ -58,11 +58,11 @@ def answer(adapter: Adapter, event: Event) -> Reply:
     is_wide = _is_too_wide(root)
     if (is_inside or is_wide) and event.kind not in ("before", "prompt"):
         return reply
-    if event.kind == "prompt":
+    if event.prompt:
         with suppress(WinkError, OSError):  # only the title of the run is lost
             _keep_prompt(root, event)
-        if is_wide:
-            reply.messages.append(f"{root} {_TOO_WIDE}")
+    if event.kind == "prompt" and is_wide:
+        reply.messages.append(f"{root} {_TOO_WIDE}")
     try:
         hooked = _Hooked(adapter, event, root, reply)
         if is_inside or is_wide:  # inside `wink exec`, all of it is one call already
