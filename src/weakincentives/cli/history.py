@@ -231,7 +231,7 @@ def undo(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> int:
-    """Undo what a run or call changed: files, and rows of tracked tables.
+    """Undo what a run or call changed in files and rows.
 
     An undo can be undone: it is a call itself.
     """
