@@ -67,6 +67,7 @@ PEERS = (
         "google-adk==2.13.*",
     ),
     _framework("agno", "from agno.agent import Agent", "agno==3.1.*"),
+    Peer(name="sandlock", requirements=("sandlock==0.9.*",), scripts=("sandlock/b_sandlock.py",)),
     Peer(
         name="predecessor",
         requirements=("weakincentives==0.27.0",),

@@ -113,7 +113,7 @@ def test_what_a_cancelled_command_has_changed_is_recorded(
     with agent.started() as process:
         ready.read_bytes()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
     agent.scripts["main"] = [[known.shell("echo > new.txt")]]
     agent.run()
 
@@ -140,7 +140,7 @@ def test_a_person_can_undo_while_it_works(agent: Running, project: Path, tmp_pat
         began.read_bytes()
         undone = wink("undo", "1", cwd=project)
         goes_on.write_text("\n")
-        said, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=300)
 
     assert undone.returncode == 0, undone.stderr
     assert "Done." in said, errors
@@ -162,7 +162,7 @@ def test_without_wink_it_runs_no_tool(agent: Running, project: Path, tmp_path: P
                 agent.agent = retrusted_agent(agent.agent, ("exec", *retrusted))
     agent.scripts["main"] = [[agent.agent.shell("rm -r src")]]
     with agent.started() as process:
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
 
     assert (project / "src" / "a.py").exists()
 

@@ -522,8 +522,11 @@ def test_an_editor_works(project: Path):
 
 
 def test_quiet_moments_are_checkpoints_and_a_failure_goes_back_to_the_last(project: Path):
+    # Each change is one system call: a moment between two could be a quiet one.
+    (project / "made").mkdir()
+    (project / "made" / "c2").write_text("2\n")
     argv = [*WINK, "exec", "--checkpoint", "1", "--"]
-    script = "echo 1 > c1; read _; mkdir d; echo 2 > d/c2; read _; echo 3 > c3; exit 5"
+    script = "ln -s x c1; read _; mv made d; read _; echo 3 > c3; exit 5"
     with Terminal([*argv, "sh", "-c", script], cwd=project) as terminal:
         terminal.wait_for("checkpoint: c1")
         terminal.send("\n")

@@ -185,10 +185,10 @@ class TestScraping:
     def test_waiting_lets_a_page_go_on(self, agent: Agent, site: Site):
         site.pages["/"] = (
             "<p>early</p><script>setTimeout(() => {document.querySelector('p').textContent = "
-            "'late'}, 300)</script>"
+            "'late'}, 100)</script>"
         )
 
-        assert agent.scrape(site.url(), selector="p", wait_for=1.5).value.content == "late"
+        assert agent.scrape(site.url(), selector="p", wait_for=3).value.content == "late"
 
     def test_what_was_scraped_is_cached_and_what_failed_is_not(self, agent: Agent, site: Site):
         site.pages["/"] = "<p>one</p>"
@@ -412,7 +412,7 @@ class TestWhatPagesMayReach:
                 "c.setLocalDescription(o)).then(() => {document.querySelector('p').textContent = "
                 "'tried'})</script>"
             )
-            result = agent.scrape(site.url(), selector="p", wait_for=2)
+            result = agent.scrape(site.url(), selector="p", wait_for=4)
 
             assert result.value.content == "tried"
             with pytest.raises(BlockingIOError):

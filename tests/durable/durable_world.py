@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -73,13 +74,26 @@ def prompt_with(asks: Sequence[str] = (), **template: Any) -> Prompt[Any]:
 
 
 class Script(ScriptedAdapter):
-    """Plays the turn that follows the conversation, so it goes on in any process."""
+    """Plays the turn that follows the conversation, so it goes on in any process.
 
-    def __init__(self, turns: Sequence[Sequence[tuple[str, dict[str, Any]]]], delay: float = 0.0):
+    Args:
+        gate: A file for which it waits in its third turn; ``<gate>.reached`` says that it does.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Sequence[tuple[str, dict[str, Any]]]],
+        delay: float = 0.0,
+        gate: str = "",
+    ):
         def play(request: ModelRequest) -> ModelTurn:
             if delay:
                 time.sleep(delay)
             n = sum(each.role == "model" for each in request.messages)
+            if gate and n == 2:
+                Path(f"{gate}.reached").touch()
+                while not Path(gate).exists():
+                    time.sleep(0.01)
             if n >= len(turns):
                 return says("Done.")
             made = [ToolCall(name, args, f"t{n}c{c}") for c, (name, args) in enumerate(turns[n])]

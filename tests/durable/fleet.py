@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,25 @@ from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.runtime.stores.database import Database
 
 CHILD = Path(__file__).with_name("worker_child.py")
+
+
+PATIENCE = 300.0
+"""Seconds until what must happen counts as not happening: a loaded machine is slow."""
+
+
+class Gate:
+    """Where the model of a run waits in its third turn, until a test lets it go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "gate"
+        self.about = {"gate": str(self.path)}
+
+    def wait(self, fleet: Fleet) -> None:
+        """Return once the run is there."""
+        fleet.until(Path(f"{self.path}.reached").exists)
+
+    def open(self) -> None:
+        self.path.touch()
 
 
 class Fleet:
@@ -51,7 +70,7 @@ class Fleet:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.workers[name].pid, number)
         if number in (signal.SIGKILL, signal.SIGTERM):
-            self.workers.pop(name).wait(60)
+            self.workers.pop(name).wait(PATIENCE)
 
     def submit(self, turns: Sequence[Any], **about: Any) -> DurableRun:
         """Submit a run on a project of its own."""
@@ -61,15 +80,22 @@ class Fleet:
         given = {"workspace": str(project), "turns": turns, **about}
         return self.runs.submit("Work.", about=given, machine="here")
 
-    def wait_for(self, run: DurableRun, *statuses: str, seconds: float = 90.0) -> DurableRun:
+    def wait_for(self, run: DurableRun, *statuses: str) -> DurableRun:
         """Return a run once it has a status; by default once it has ended."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+
+        def is_there() -> bool:
             found = self.runs.find(run.id)
-            if found.status in statuses or (not statuses and found.has_ended):
-                return found
+            return found.status in statuses or (not statuses and found.has_ended)
+
+        self.until(is_there)
+        return self.runs.find(run.id)
+
+    def until(self, is_there: Callable[[], bool]) -> None:
+        """Return once something is so."""
+        until = time.monotonic() + PATIENCE
+        while not is_there():
+            assert time.monotonic() < until, self.logs()
             time.sleep(0.05)
-        raise AssertionError(f"{self.runs.find(run.id)} after {seconds} s\n{self.logs()}")
 
     def lines(self, run: DurableRun) -> list[str]:
         path = Path(run.about["workspace"]) / "lines.txt"

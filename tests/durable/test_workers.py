@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from durable_world import Note
-from fleet import Fleet, counting_service, orders
+from fleet import PATIENCE, Fleet, Gate, counting_service, orders
 
 from postgres import Postgres
 from weakincentives.durable.host import Elsewhere
@@ -113,12 +114,13 @@ pytestmark = pytest.mark.heavy
 
 
 def test_a_killed_worker_s_run_continues_elsewhere(fleet: Fleet, service: str):
-    run = fleet.submit(turns_of("a", service), delay=0.3)
+    gate = Gate(fleet.folder)
+    run = fleet.submit(turns_of("a", service), **gate.about)
     first = fleet.start()
-    fleet.wait_for(run, "running")
+    gate.wait(fleet)
     second = fleet.start()
-    time.sleep(random.uniform(0.0, 1.0))
     fleet.kill(first)
+    gate.open()
 
     assert fleet.wait_for(run).status == "done", fleet.logs()
 
@@ -134,14 +136,11 @@ def test_workers_that_are_killed_again_and_again_lose_nothing_and_double_nothing
     runs = [fleet.submit(turns_of(name, service), delay=0.2) for name in names]
     for _ in range(2):
         fleet.start()
-    kills, until = 0, time.monotonic() + 100
-    while not all(fleet.runs.find(run.id).has_ended for run in runs):
-        assert time.monotonic() < until, fleet.logs()
+    for _ in range(6):
         time.sleep(random.uniform(1.5, 3.5))
-        if kills < 6:
-            fleet.kill(random.choice(list(fleet.workers)))
-            fleet.start()
-            kills += 1
+        fleet.kill(random.choice(list(fleet.workers)))
+        fleet.start()
+    fleet.until(lambda: all(fleet.runs.find(run.id).has_ended for run in runs))
 
     for run, name in zip(runs, names, strict=True):
         found = fleet.runs.find(run.id)
@@ -155,20 +154,18 @@ def test_a_worker_paused_beyond_its_lease_changes_nothing_when_it_goes_on(
 ):
     if url.startswith("sqlite"):
         pytest.skip("a process that is paused in a transaction locks SQLite for everybody")
-    run = fleet.submit(turns_of("a", service), delay=0.5)
+    gate = Gate(fleet.folder)
+    run = fleet.submit(turns_of("a", service), **gate.about)
     first = fleet.start()
-    fleet.wait_for(run, "running")
-    time.sleep(1.0)
+    gate.wait(fleet)
     fleet.kill(first, signal.SIGSTOP)
     second = fleet.start()
-    until = time.monotonic() + 60
-    while fleet.runs.find(run.id).worker != second:
-        assert time.monotonic() < until, fleet.logs()
-        time.sleep(0.05)
+    fleet.until(lambda: fleet.runs.find(run.id).worker == second)
+    gate.open()
     fleet.kill(first, signal.SIGCONT)
 
     assert fleet.wait_for(run).status == "done", fleet.logs()
-    time.sleep(1.0)
+    time.sleep(1.0)  # in which the first would do what it must not
     check_exact(fleet, run, "a")
     assert set(orders(service).values()) == {1}
     later = fleet.submit(turns_of("b", service, 1))
@@ -176,17 +173,20 @@ def test_a_worker_paused_beyond_its_lease_changes_nothing_when_it_goes_on(
 
 
 def test_a_stopped_worker_hands_its_runs_over_at_once(fleet: Fleet, service: str):
-    fleet.lease = 60.0  # nobody would take it over in time
-    run = fleet.submit(turns_of("a", service), delay=0.4)
+    fleet.lease = 2 * PATIENCE  # nobody would take it over in time
+    gate = Gate(fleet.folder)
+    run = fleet.submit(turns_of("a", service), **gate.about)
     first = fleet.start()
-    fleet.wait_for(run, "running")
+    gate.wait(fleet)
     second = fleet.start()
-    time.sleep(4.0)
+    fleet.until(lambda: second in [each.name for each in fleet.runs.workers()])
     run_2 = fleet.submit(turns_of("b", service), delay=0.4)
-    fleet.kill(first, signal.SIGTERM)
+    os.kill(fleet.workers[first].pid, signal.SIGTERM)
+    gate.open()
+    fleet.workers.pop(first).wait(PATIENCE)
 
-    assert fleet.wait_for(run, seconds=40).status == "done", fleet.logs()
-    assert fleet.wait_for(run_2, seconds=40).status == "done", fleet.logs()
+    assert fleet.wait_for(run).status == "done", fleet.logs()
+    assert fleet.wait_for(run_2).status == "done", fleet.logs()
     check_exact(fleet, run, "a")
     assert [each.name for each in fleet.runs.workers()] == [second]
 
@@ -211,14 +211,12 @@ def test_an_approval_waits_across_restarts_and_counts_once(fleet: Fleet, service
 def test_a_cancelled_run_stops(fleet: Fleet, service: str):
     run = fleet.submit(turns_of("a", service, 50), delay=0.2)
     fleet.start()
-    fleet.wait_for(run, "running")
-    time.sleep(1.0)
+    fleet.until(lambda: bool(orders(service)))
     fleet.runs.cancel(run.id)
-    time.sleep(1.5)
-    count = len(orders(service))
-    time.sleep(1.0)
+    store = SqlStore(fleet.runs.database)
+    fleet.until(lambda: not store.is_in_use(run.id))  # its worker has let go
 
-    assert len(orders(service)) == count < 50
+    assert len(orders(service)) < 50
     assert fleet.lines(run) == []
     assert fleet.runs.find(run.id).status == "cancelled"
 

@@ -1,7 +1,8 @@
 """A worker in a process of its own, for tests that kill it: URL FOLDER NAME [CONCURRENCY [LEASE]]
 
 Runs say in ``about`` what their model does: ``turns`` (a list of lists of calls), ``delay``
-(seconds per turn), ``asks`` (tools that need a person).
+(seconds per turn), ``gate`` (a file that its third turn waits for), ``asks`` (tools that need a
+person).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from weakincentives.runtime.stores.database import Database
 @contextmanager
 def prepare(run: DurableRun, files: HostFilesystem, session: Session) -> Iterator[Prepared]:
     prompt = prompt_with(run.about.get("asks", ()), resources={Filesystem: files})
-    yield Prepared(adapter=Script(run.about["turns"], run.about.get("delay", 0.0)), prompt=prompt)
+    about = run.about
+    script = Script(about["turns"], about.get("delay", 0.0), about.get("gate", ""))
+    yield Prepared(adapter=script, prompt=prompt)
 
 
 def make_worker(

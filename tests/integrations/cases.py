@@ -44,7 +44,7 @@ from weakincentives.prompt import (
 
 T = TypeVar("T")
 
-PATIENCE = 20.0
+PATIENCE = 240.0
 """Seconds after which something that never happens fails a case; nothing depends on its length."""
 
 
@@ -530,7 +530,7 @@ def a_timeout_rolls_back_and_fences_the_handler(stage: Stage) -> None:
     over, tried = threading.Event(), threading.Event()
     late: list[str] = []
 
-    @tool(reach="reversible", timeout=0.3)
+    @tool(reach="reversible", timeout=1.0)
     def stall(*, context: ToolContext) -> str:
         """Write, then take too long."""
         context.filesystem.write("data.bin", "overwritten")

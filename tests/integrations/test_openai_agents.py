@@ -255,7 +255,7 @@ def test_the_frameworks_timeout_rolls_back(project: Project) -> None:
     """A tool that exceeds its timeout is rolled back; the model is told what it would be."""
     project.write("a.txt", b"a")
 
-    @function_tool(timeout=0.2)
+    @function_tool(timeout=2.0)
     async def stall() -> str:
         """Write a file, then wait."""
         (project.workspace / "a.txt").write_text("half")

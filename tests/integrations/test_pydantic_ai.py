@@ -692,7 +692,7 @@ class TestRuns:
 
         agent = Agent(script([("c1", "linger", {})], "done"), tools=[linger], capabilities=[wink])
         with pytest.raises(RunTimedOut):
-            agent.run_sync("go", timeout=0.5)
+            agent.run_sync("go", timeout=3.0)
 
         assert files(place) == {"old.txt": "old"}
         assert log(place) == [("linger", "rolled back")]

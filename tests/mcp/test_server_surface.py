@@ -669,5 +669,6 @@ def test_a_long_command_reports_how_long_it_has_run(project: Path):
     result = asyncio.run(work())
 
     assert not result.is_error, text(result)
-    assert heard[0] == (1.0, "running for 1 s")
-    assert heard == sorted(heard)
+    assert heard == sorted(set(heard))
+    assert [message for _, message in heard] == [f"running for {n:.0f} s" for n, _ in heard]
+    assert heard[0][0] >= 1

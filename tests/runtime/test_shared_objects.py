@@ -792,7 +792,7 @@ STILL = "the handler of 'slow' is still running and can still change Shelf"
 
 def test_a_timeout_says_what_the_handler_can_still_change():
     shelf, ends = Shelf(), threading.Event()
-    slow = tool("slow", endless(ends), timeout=0.05)
+    slow = tool("slow", endless(ends), timeout=0.5)
     tools = ToolRegistry([slow], resources={Shelf: shelf})
     result = tools.execute("slow", {"name": "a"})
     assert result.failure is not None
@@ -806,7 +806,7 @@ def test_a_timeout_says_what_the_handler_can_still_change():
 def test_a_deadline_that_passes_says_it_too():
     shelf, ends = Shelf(), threading.Event()
     tools = ToolRegistry([tool("slow", endless(ends))], resources={Shelf: shelf})
-    context = tools.context().having(deadline=Deadline.after(0.3))
+    context = tools.context().having(deadline=Deadline.after(1.0))
     with pytest.raises(DeadlineExceededError):
         execute_tool(ToolCall("slow", {"name": "a"}), context=context)
     [record] = context.session[ToolInvoked].all()
@@ -816,7 +816,7 @@ def test_a_deadline_that_passes_says_it_too():
 
 def test_a_call_around_one_that_timed_out_says_it_too():
     shelf, ends = Shelf(), threading.Event()
-    slow = tool("slow", endless(ends), timeout=0.05)
+    slow = tool("slow", endless(ends), timeout=0.5)
 
     def outer(params: Item, *, context: ToolContext) -> ToolResult[None]:
         slow(Item("a"), context=context)
@@ -843,7 +843,7 @@ def test_a_retry_that_succeeds_says_that_the_first_handler_goes_on():
             ends.wait(WAIT)
         return ToolResult.ok(None)
 
-    slow = tool("slow", handler, timeout=0.2, retry=RetryPolicy(max_retries=9), reach="reversible")
+    slow = tool("slow", handler, timeout=0.5, retry=RetryPolicy(max_retries=9), reach="reversible")
     tools = ToolRegistry([slow], resources={Shelf: shelf})
     assert tools.execute("slow", {"name": "a"}).success
     assert shelf.items == ["a"]

@@ -243,13 +243,14 @@ def test_a_consumer_may_use_a_plain_loop_inside_a_running_event_loop():
 
 
 def test_a_call_that_has_ended_reports_nothing():
-    reported, release = list[str](), threading.Event()
+    reported, begun, release = list[str](), threading.Event(), threading.Event()
     late: list[ToolContext] = []
 
     @wink.tool(reach="read", timeout=0.05)
     def work(*, context: ToolContext) -> str:
         """Take too long."""
         late.append(context)
+        begun.set()
         release.wait(30)
         context.report("too late")
         reported.append("done")
@@ -258,6 +259,7 @@ def test_a_call_that_has_ended_reports_nothing():
     events = list(
         ScriptedAdapter([calls(("work", {})), "Done."]).stream(prompt_with(work), Session())
     )
+    assert begun.wait(120)
     release.set()
 
     assert not any(isinstance(event, ToolProgress) for event in events)

@@ -1319,7 +1319,7 @@ print("asyncio" in sys.modules)
 
 
 _language: ContextVar[str] = ContextVar("language", default="none")
-_LONG = 20
+_LONG = 240
 """Seconds a handler waits for what a loop that is not blocked does at once."""
 
 

@@ -42,11 +42,13 @@ from weakincentives.filesystem.tree import (
     PRIVILEGES,
     Held,
     Mount,
+    Near,
     Tree,
     exchange,
     inherit,
     mount_of,
     mounted_below,
+    read_all,
     rename_to_new,
     set_xattrs,
     status_at,
@@ -149,12 +151,32 @@ class Changes:
             self._contents[digest] = data
             self._kept += len(data)
 
-    def put_file(self, parts: Parts, source: Path) -> None:
+    def put_file(self, parts: Parts, source: Path | str) -> None:
         """Move the file at ``source`` to the path, with all its attributes."""
+        if self._put_new_file(parts, source):
+            return
         with self._placed(parts) as (scratch, staged):
             os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
             if scratch is not self.scratches.own:
                 self._copy_in(scratch, parts, staged)
+
+    def _put_new_file(self, parts: Parts, source: Path | str) -> bool:
+        """Move a file to a free path in one step; False where it must be staged first.
+
+        Staged files are synced, copied to another filesystem, or exchanged for what is there.
+        """
+        if self.store.safe or self.expected is not None or parts in self._saved:
+            return False
+        with self._made_parent(parts) as above:
+            scratch = self._scratch(above, parts[:-1])
+            if scratch is not self.scratches.own or status_at(above, parts[-1]) is not None:
+                return False
+            after, times = Entry.of(os.lstat(source)), self._times(above, parts[:-1])
+            record = Record(op="was", path=parts, after=after, scratch=scratch.mark, times=times)
+            with self._change(record):
+                os.rename(source, parts[-1], dst_dir_fd=above)
+        self._saved[parts] = record
+        return True
 
     def link(self, opened: Path, parts: Parts) -> None:
         """Hard-link a file to the path; ``opened`` is the path of a descriptor of it."""
@@ -422,12 +444,16 @@ class Changes:
 
     def _left_now(self) -> dict[Parts, Entry | None]:
         """Return the present entry at each changed path."""
+        with contextlib.closing(Near(self.tree)) as near:
+            return self._left_at(near)
+
+    def _left_at(self, near: Near) -> dict[Parts, Entry | None]:
         found: dict[Parts, os.stat_result | None] = {}
         for record in self.records:
             for parts in record.paths:
                 if parts not in found:
                     with contextlib.suppress(OSError):
-                        found[parts] = self.tree.status(parts)
+                        found[parts] = near.status(parts)
         # A directory that arrived as a whole is recorded with everything in it.
         for record in self.records:
             if record.op == "was" and _is_directory(found.get(record.path)) and record.is_whole:
@@ -456,21 +482,24 @@ class Changes:
                 continue
             cost = entry.size + 4096
             with contextlib.suppress(OSError):
-                left[parts] = self._captured(parts, read=budget > cost)
+                left[parts] = self._captured(near, parts, status, read=budget > cost)
             budget -= cost if budget > cost else 0
         return left
 
-    def _captured(self, parts: Parts, *, read: bool) -> Entry | None:
+    def _captured(
+        self, near: Near, parts: Parts, status: os.stat_result, *, read: bool
+    ) -> Entry | None:
         """Return the entry at a path; of a file that is read, keep the content."""
-        entry = capture(self.tree, parts)
-        if entry is None or not read:
-            return entry
-        if entry.kind != "file" or entry.size > KEPT_FILE or len(self._contents) >= KEPT_FILES:
-            return capture(self.tree, parts, read=True)
-        data = self.tree.read(parts)[0]
-        digest = hashlib.sha256(data).hexdigest()
-        self._keep(digest, data)
-        return entry._replace(digest=digest)
+        if not read or not stat.S_ISREG(status.st_mode) or status.st_size > KEPT_FILE:
+            return capture(self.tree, parts, read=read, status=status)
+        with Held(near.open_file(parts)) as fd:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > KEPT_FILE:  # replaced meanwhile
+                return capture(self.tree, parts, read=True)
+            data = read_all(fd, found.st_size)
+            digest = hashlib.sha256(data).hexdigest()
+            self._keep(digest, data)
+            return Entry.of(found, digest, xattrs_of(fd))
 
     # Making one change
 

@@ -271,18 +271,22 @@ class Commands:
             logger.warning("Commands on %s run without an overlay: %s", workspace, way)
         return way
 
-    def begin(self, way: Way, workspace: Path) -> Overlay:
-        """Return the overlay for one more command; the workspace must not change until its end."""
+    def begin(self, way: Way, workspace: Path, identity: tuple[int, int]) -> Overlay:
+        """Return the overlay for one more command; the workspace must not change until its end.
+
+        Args:
+            identity: Device and inode of the workspace.
+        """
         self._count("overlay", 1)
         with contextlib.suppress(IndexError):
             while True:
                 process, place = self._empty.popleft()
                 if process == os.getpid():
-                    return Overlay(place, workspace, way)
+                    return Overlay(place, workspace, way, identity)
         if not self._folder.exists():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             spread(self._folder)
-        return Overlay(self._folder / os.urandom(8).hex(), workspace, way)
+        return Overlay(self._folder / os.urandom(8).hex(), workspace, way, identity)
 
     def end(self, overlay: Overlay) -> None:
         """Let the workspace change again; its layers are emptied in the background."""

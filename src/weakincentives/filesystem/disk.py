@@ -843,14 +843,31 @@ class _View(HostFilesystem):
                 self.check_writable("run")
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
+            identity = self._identity()
             way = workspace.commands.way(self.root)
-            overlay = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
+            overlay = None
+            if not isinstance(way, str):
+                overlay = workspace.commands.begin(way, self.root, identity)
         if overlay is None:
             return self._run_scanned(command, str(way))
         try:
             return self._run_over(command, overlay)
         finally:
             workspace.commands.end(overlay)
+
+    def _identity(self) -> tuple[int, int]:
+        """Return device and inode of the directory; raise if its path leads to another one now.
+
+        A command would see that one, and its changes would be made in this one.
+        """
+        own = os.fstat(self._workspace.tree.fd)
+        with contextlib.suppress(OSError):  # else whoever starts the command says why it cannot
+            if not os.path.samestat(own, os.stat(self.root)):
+                raise FilesystemError(
+                    f"{shown(str(self.root))} is another directory now: open it again to run"
+                    " commands"
+                )
+        return own.st_dev, own.st_ino
 
     def _run_scanned(self, command: Command, reason: str) -> CommandResult:
         """Run a command on the directory itself, and find what it changed."""

@@ -200,12 +200,16 @@ def listing_of(kinds: Iterable[tuple[str, NodeKind]]) -> str:
     return hashlib.sha256(os.fsencode(repr(sorted(kinds)))).hexdigest()
 
 
-def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:
+def capture(
+    tree: Tree, parts: Parts, *, read: bool = False, status: os.stat_result | None = None
+) -> Entry | None:
     """Return the entry at a path with its extended attributes, or None.
 
-    ``read`` adds the digest of its content.
+    Args:
+        read: Whether to add the digest of its content.
+        status: Its status, if that is known.
     """
-    status = tree.status(parts)
+    status = tree.status(parts) if status is None else status
     if status is None:
         return None
     if stat.S_ISLNK(status.st_mode):

@@ -36,6 +36,7 @@ from weakincentives.filesystem.tree import (
     CHUNK,
     PATIENCE,
     Held,
+    Near,
     Tree,
     mounted_below,
     remove_path,
@@ -353,14 +354,26 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
 class Overlay:
     """The directories of one command: those it sees below, and the upper one it writes to."""
 
-    def __init__(self, place: Path, workspace: Path, way: Way) -> None:
+    def __init__(
+        self,
+        place: Path,
+        workspace: Path,
+        way: Way,
+        identity: tuple[int, int] | None = None,
+    ) -> None:
+        """Make none of them yet.
+
+        Args:
+            identity: Device and inode of the workspace, where it must be that directory.
+        """
         self.place = place
         self.upper = place / "upper"
         self.staged = place / "staged"
         """A private view's changes, between the workspace and the upper layer."""
         self.workspace = workspace
         self._way = way
-        self._trees: list[Tree] = []
+        self._identity = identity
+        self._trees: list[Tree | Near] = []
         self._stdin = b""
         self.holder: Started | None = None
         """What has it mounted."""
@@ -431,11 +444,11 @@ class Overlay:
         )
 
     @property
-    def mount(self) -> tuple[str, str, bool]:
-        """How to mount it: from which directory, with which options besides the lower layers, and
-        whether there is a staged one.
+    def mount(self) -> tuple[str, str, bool, tuple[int, int] | None]:
+        """How to mount it: from which directory, with which options besides the lower layers,
+        whether there is a staged one, and which directory the workspace must be.
         """
-        return str(self.place), self._way.options, self.staged.exists()
+        return str(self.place), self._way.options, self.staged.exists(), self._identity
 
     def _enter(self, options: str | None) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.
@@ -476,7 +489,8 @@ class Overlay:
         for name in os.listxattr(self.upper):
             if not name.startswith("security."):
                 os.removexattr(self.upper, name)
-        return True
+        # Files made in it inherit its flags (chattr).
+        return _flags(self.upper) == _flags(self.place)
 
     def _close_trees(self) -> None:
         while self._trees:
@@ -490,14 +504,17 @@ class Overlay:
         index = self._opened(self.place / "work" / "index") if self._way.owner is None else None
         upper = self._opened(self.upper)
         assert upper is not None
-        return _Reader(tree, self._opened(self.staged), upper, index, self._way.xattrs).read()
+        near = Near(upper)
+        self._trees.append(near)
+        return _Reader(tree, self._opened(self.staged), near, index, self._way.xattrs).read()
 
     def _opened(self, place: Path) -> Tree | None:
         """Open a layer, if it exists, until all are discarded."""
         if not place.exists():
             return None
-        self._trees.append(Tree(place, resolved=True))
-        return self._trees[-1]
+        opened = Tree(place, resolved=True)
+        self._trees.append(opened)
+        return opened
 
 
 # Laying a private view's changes over the workspace
@@ -608,6 +625,13 @@ def spread(folder: Path) -> None:
         fcntl.ioctl(fd, FS_IOC_SETFLAGS, bytes(flags))
 
 
+def _flags(folder: Path) -> bytes | None:
+    """Return the flags of a directory; None where the filesystem has none."""
+    with contextlib.suppress(OSError), Held(os.open(folder, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        return fcntl.ioctl(fd, FS_IOC_GETFLAGS, bytes(8))
+    return None
+
+
 def _take_after(place: Path | str, status: os.stat_result, original: Path | str) -> None:
     present = os.stat(place)
     if (status.st_uid, status.st_gid) != (present.st_uid, present.st_gid):
@@ -637,11 +661,13 @@ class _Reader:
     """Reads from the upper layer what a command changed."""
 
     def __init__(
-        self, tree: Tree, staged: Tree | None, upper: Tree, index: Tree | None, prefix: str
+        self, tree: Tree, staged: Tree | None, upper: Near, index: Tree | None, prefix: str
     ) -> None:
         self._tree = tree
+        self._near = Near(tree)
         self._staged = staged
-        self._upper = upper
+        self._upper = upper.tree
+        self._near_upper = upper
         self._index = index
         self._prefix = prefix
         self._steps: list[Step] = []
@@ -659,14 +685,15 @@ class _Reader:
         for name, status in () if self._index is None else self._index.scan(()):
             if stat.S_ISREG(status.st_mode) and not name.startswith("#"):
                 self._handles[status.st_ino] = name
-        self._enter((), True)
-        # Not recursive: a command may nest directories deeper than Python's stack.
-        while self._pending:
-            parts, merged, own = self._pending.pop()
-            if isinstance(own, Entry):
-                self._leave(parts, merged, own)
-            else:
-                self._read_one(parts, merged, own)
+        with contextlib.closing(self._near):
+            self._enter((), True)
+            # Not recursive: a command may nest directories deeper than Python's stack.
+            while self._pending:
+                parts, merged, own = self._pending.pop()
+                if isinstance(own, Entry):
+                    self._leave(parts, merged, own)
+                else:
+                    self._read_one(parts, merged, own)
         return [*self._nameless(), *self._steps]
 
     def _lower(self, parts: Parts) -> Tree | None:
@@ -726,7 +753,7 @@ class _Reader:
 
     def _read_one(self, parts: Parts, merged: bool, status: os.stat_result) -> None:
         tree = self._lower(parts) if merged else None
-        below = None if tree is None else tree.status_if_reached(parts)
+        below = None if tree is None else self._below(tree, parts)
         kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFCHR and status.st_rdev == 0:  # a whiteout
             if below is not None:
@@ -747,6 +774,17 @@ class _Reader:
             self._read_file(parts, status, tree, below)
         elif tree is None or below is None or not self._is_same_link(parts, status, tree, below):
             self._move(parts, below)
+
+    def _below(self, tree: Tree, parts: Parts) -> os.stat_result | None:
+        """Return what a command saw at a path; None also where a link or a file blocks it."""
+        if tree is not self._tree:
+            return tree.status_if_reached(parts)
+        try:
+            return self._near.status(parts)
+        except OSError as error:
+            if error.errno in BARRED:
+                return None
+            raise
 
     def _read_file(
         self, parts: Parts, status: os.stat_result, tree: Tree | None, below: os.stat_result | None
@@ -888,11 +926,9 @@ class _Reader:
 
     def _move(self, parts: Parts, below: os.stat_result | None) -> None:
         def put(edit: Edit) -> None:
-            with self._upper.reached(parts) as path:
-                edit.put_file(parts, Path(path))
+            edit.put_file(parts, self._near_upper.path(parts))
 
-        with self._upper.reached(parts) as path:
-            _scrub(path, self._prefix)
+        _scrub(self._near_upper.path(parts), self._prefix)
         self._replace(Step("move", parts, put, (self._upper, parts)), below)
 
     def _replace(self, step: Step, below: os.stat_result | None) -> None:

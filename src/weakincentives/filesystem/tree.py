@@ -258,6 +258,44 @@ class Tree:
                     pending.append((*parts, name))
 
 
+class Near:
+    """A tree of which one directory stays open: what is read next is usually in the same one."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._parts: Parts | None = None
+        self._held: Held | None = None
+
+    def close(self) -> None:
+        held, self._held, self._parts = self._held, None, None
+        if held is not None:
+            held.__exit__()
+
+    def parent(self, parts: Parts) -> int:
+        """Return the descriptor of the directory that holds the last name, until the next call."""
+        if self._held is None or parts[:-1] != self._parts:
+            self.close()
+            self._held, self._parts = self.tree.directory(parts[:-1]), parts[:-1]
+        return self._held
+
+    def status(self, parts: Parts) -> os.stat_result | None:
+        """Return the status of a path, of a link itself and not its target; None for nothing."""
+        if not parts:
+            return self.tree.status(parts)
+        try:
+            return os.stat(parts[-1], dir_fd=self.parent(parts), follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def open_file(self, parts: Parts) -> int:
+        """Return a new descriptor for reading; the caller checks what was opened."""
+        return os.open(parts[-1], _OPEN_FILE, dir_fd=self.parent(parts))
+
+    def path(self, parts: Parts) -> str:
+        """Return a short path to something, valid until the next call."""
+        return f"/proc/self/fd/{self.parent(parts)}/{parts[-1]}"
+
+
 def status_at(above: int, name: str) -> os.stat_result | None:
     """Return the status of a name in a directory, of a link itself; None for nothing."""
     try:

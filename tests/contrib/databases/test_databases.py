@@ -432,7 +432,7 @@ def test_an_abandoned_handler_is_fenced_and_blocks_nobody(world: World):
     goes_on, done = threading.Event(), threading.Event()
     said: list[object] = []
 
-    @wink.tool(reach="reversible", timeout=0.2)
+    @wink.tool(reach="reversible", timeout=1.0)
     def slow(*, context: wink.ToolContext) -> None:
         """Go on after the timeout."""
         db = context.resources.get(Database)
@@ -463,12 +463,12 @@ def test_a_statement_of_an_abandoned_handler_is_stopped(world: World):
     )
     done = threading.Event()
 
-    @wink.tool(reach="reversible", timeout=0.3)
+    @wink.tool(reach="reversible", timeout=1.0)
     def slow(*, context: wink.ToolContext) -> None:
         """Run a statement without an end."""
-        db = context.resources.get(Database)
-        db.execute(NEW, {"number": 1})
         try:
+            db = context.resources.get(Database)
+            db.execute(NEW, {"number": 1})
             db.execute(endless)
         finally:
             done.set()

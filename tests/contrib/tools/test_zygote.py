@@ -9,16 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import SandboxedCommand
 from weakincentives.contrib.tools.sandbox.limits import cgroup_mounts, descendants, sweep_cgroups
-from weakincentives.errors import SandboxUnavailable
+from weakincentives.errors import FilesystemError, SandboxUnavailable
 from weakincentives.filesystem import CommandResult, HostFilesystem
+from weakincentives.filesystem.overlay import Overlay, Started
 
 PATIENCE = 600
 
@@ -413,3 +415,164 @@ def test_a_changed_system_is_seen_by_the_next_command(tmp_path: Path):
         assert [said() for _ in range(3)] == ["3\n"] * 3
         (tools / "version").write_text("4\n")
         assert said() == "4\n"
+
+
+IN_OWN_ETC = """
+import os, sys
+from pathlib import Path
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.filesystem import HostFilesystem
+etc = Path("/etc/os-release")
+assert os.path.ismount("/etc")  # ours, not that of the machine
+files = HostFilesystem(sys.argv[1])
+sandbox = find_sandbox("namespaces")
+def said(command):
+    done = sandbox.run(files, command, timeout=600)
+    return done.stdout + done.stderr
+def link(target):
+    etc.with_name("next").symlink_to(target)
+    etc.with_name("next").replace(etc)
+link(sys.argv[2])
+assert [said("cat /etc/os-release") for _ in range(3)] == ["one"] * 3
+link(sys.argv[3])
+assert [said("cat /etc/os-release") for _ in range(2)] == ["two"] * 2
+etc.unlink()
+assert said("test -e /etc/os-release || echo none") == "none\\n"
+etc.write_text("three")
+assert said("cat /etc/os-release") == "three"
+files.close()
+print("end")
+"""
+
+
+def test_a_part_of_etc_that_becomes_another_or_goes_is_seen(tmp_path: Path):
+    """A link that leads elsewhere: `timedatectl set-timezone` makes one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a program an /etc of its own")
+    names = "upper", "work", "project"
+    upper, work, project = (tmp_path / name for name in names)
+    for each in (upper, work, project):
+        each.mkdir()
+    (tmp_path / "one").write_text("one")
+    (tmp_path / "two").write_text("two")
+    overlay = f"lowerdir=/etc,upperdir={upper},workdir={work}"
+    mount = f'mount -t overlay -o {overlay} etc /etc || exit 77; exec "$@"'
+    words = [
+        sys.executable,
+        "-c",
+        IN_OWN_ETC,
+        str(project),
+        *(f"{tmp_path}/{n}" for n in ("one", "two")),
+    ]
+    apart = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh"]
+
+    done = subprocess.run([*apart, *words], capture_output=True, text=True)
+
+    if done.returncode == 77 or "SandboxUnavailable" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == "end\n", done.stderr
+
+
+WITHOUT_FSOPEN = """
+import ctypes, errno, struct, sys
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.filesystem import HostFilesystem
+REFUSE = 0x50000 | errno.ENOSYS
+code = b"".join([
+    struct.pack("HBBI", 0x20, 0, 0, 0),  # load the number
+    struct.pack("HBBI", 0x15, 0, 1, 430),  # fsopen, everywhere
+    struct.pack("HBBI", 0x06, 0, 0, REFUSE),
+    struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000),
+])
+buffer = ctypes.create_string_buffer(code, len(code))
+program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
+sandbox = find_sandbox()
+reasons = dict(sandbox.passed_over)
+assert "fsopen" in reasons["namespaces"], reasons
+with HostFilesystem(sys.argv[1]) as files:
+    assert sandbox.run(files, "echo yes >a.txt", timeout=600).ok
+    assert files.read("a.txt") == "yes\\n"
+print("end")
+"""
+
+
+def test_another_sandbox_is_used_where_the_calls_for_overlays_are_missing(box: Box, tmp_path: Path):
+    """As in a container whose own filter does not know them."""
+    try:
+        find_sandbox("bubblewrap")
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "other").mkdir()
+    words = [sys.executable, "-c", WITHOUT_FSOPEN, str(tmp_path / "other")]
+
+    done = subprocess.run(words, capture_output=True, text=True)
+
+    assert done.stdout == "end\n", done.stderr
+
+
+def test_a_signal_to_process_1_does_not_end_a_command(box: Box):
+    done = box.run("for each in INT TERM HUP QUIT KILL STOP USR1; do kill -$each 1; done; echo yes")
+
+    assert (done.stdout, done.ok) == ("yes\n", True)
+
+
+FLAGS = """python3 -c "
+import fcntl, os
+fd = os.open('.', os.O_RDONLY)
+flags = fcntl.ioctl(fd, 0x80086601, bytes(8))
+print(flags[0] & 0x40)
+{}
+" """
+
+
+def test_flags_of_a_directory_do_not_reach_a_later_command(box: Box):
+    """Its layers are used again, and files that are made in them inherit their flags."""
+    no_dump = "fcntl.ioctl(fd, 0x40086602, bytes([flags[0] | 0x40]) + flags[1:])"
+    done = box.run(FLAGS.format(no_dump))
+    if not done.ok:
+        pytest.skip(done.stderr)
+
+    for _ in range(10):
+        time.sleep(0.05)  # meanwhile the layers are emptied
+        assert box.run(FLAGS.format("")).stdout == "0\n"
+
+
+@pytest.mark.parametrize("moment", ["before", "while it starts"])
+def test_no_command_sees_what_replaces_the_workspace(box: Box, tmp_path: Path, moment: str):
+    """Its changes would be made in the directory that was opened."""
+    root, secret = box.files.root, tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+    assert box.run("true").ok
+    assert box.run("true").ok
+
+    def replace() -> None:
+        root.rename(tmp_path / "moved")
+        root.symlink_to(secret)
+
+    command = SandboxedCommand(
+        argv=["cat", "key"], workspace=root, limits=box.sandbox.limits, cwd="/workspace"
+    )
+    with box.sandbox.engine.wrapped(command) as launch:
+        assert launch.start is not None
+
+        def start(overlay: Overlay | None, stdin: bytes, inherited: Sequence[int]) -> Started:
+            if moment != "before":
+                replace()
+            assert launch.start is not None
+            return launch.start(overlay, stdin, inherited)
+
+        if moment == "before":
+            replace()
+            with pytest.raises(FilesystemError, match="is another directory now"):
+                box.files.run(launch.argv, env=launch.env, start=start)
+            return
+        done = box.files.run(launch.argv, env=launch.env, start=start)
+    root.unlink()
+    (tmp_path / "moved").rename(root)
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert "not the directory any more" in done.stderr
+    assert box.run("true").ok

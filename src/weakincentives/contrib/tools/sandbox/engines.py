@@ -27,6 +27,7 @@ from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, cast
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.sandbox.environment import (
     CLEAN,
     PATH,
@@ -79,6 +80,9 @@ TOLD = 20
 """How many limits and denied connections a result names."""
 
 KILLED_BY_LIMIT = {128 + each for each in (signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ)}
+
+TICK = 0.05
+"""Seconds in which the time of a directory may stay the same though it changes."""
 
 TRIAL = 60.0
 """Seconds for the trial command; podman can be slow on a busy machine."""
@@ -202,14 +206,29 @@ class SystemFiles:
             file.chmod(0o644)  # whatever the umask of the caller
         self.nothing = self.place / "nothing"
         self.nothing.mkdir()
-        self.system: list[Mount] = [
-            # Relative: the workspace may be below it, and is mounted before this is the root.
-            ("link", "../tmp", "/var/tmp"),
-            *_programs(),
-            *(("read", str(self.place / name), f"/etc/{name}") for name in _FILES),
-            *(("read", os.path.abspath(path), os.path.abspath(path)) for path in read_only),
-        ]
-        """The parts of the host's system that a command sees."""
+        self._more = [os.path.abspath(path) for path in read_only]
+        self._system: list[Mount] = []
+        self._seen: dict[str, int | None] | None = None
+        """When the directories changed in which these parts were found."""
+
+    @property
+    def system(self) -> list[Mount]:
+        """The parts of the host's system that a command sees; found again if one may be another."""
+        if self._seen is None or any(_changed(at) != when for at, when in self._seen.items()):
+            began = SYSTEM_CLOCK.time()
+            self._system = [
+                # Relative: the workspace may be below it, and is mounted before this is the root.
+                ("link", "../tmp", "/var/tmp"),
+                *_programs(),
+                *(("read", str(self.place / name), f"/etc/{name}") for name in _FILES),
+                *(("read", path, path) for path in self._more),
+            ]
+            places = {os.path.dirname(path) for _, *paths in self._system for path in paths}
+            seen = {place: _changed(place) for place in places if os.path.isabs(place)}
+            # Two changes may have the same time.
+            is_old = all(when is None or when < (began - TICK) * 1e9 for when in seen.values())
+            self._seen = seen if is_old else None
+        return self._system
 
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
         """Return the mounts of the workspace, and of its protected parts."""
@@ -269,6 +288,13 @@ class SystemFiles:
         exports = (f"export {name}={shlex.quote(value)}\n" for name, value in command.env.items())
         _write(folder / "env", "".join(exports).encode(errors="surrogateescape"), command.owner)
         return "read", str(folder / "env"), ENV
+
+
+def _changed(place: str) -> int | None:
+    """Return when a directory last got or lost an entry; None for no directory."""
+    with suppress(OSError):
+        return os.stat(place).st_mtime_ns
+    return None
 
 
 def _programs() -> Iterator[Mount]:

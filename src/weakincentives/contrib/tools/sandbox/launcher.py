@@ -25,6 +25,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+    Identity = tuple[int, int] | None
+
 CLONE = {
     "mount": 0x0002_0000,
     "cgroup": 0x0200_0000,
@@ -47,7 +49,9 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x2008_0522
-SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
+SIGINT, SIGKILL, SIGPIPE, SIGXFSZ = 2, 9, 13, 25
+SIG_DFL, SIG_IGN = 0, 1
+ENOSYS, EPERM, ESTALE = 38, 1, 116
 POSIX_SPAWN_SETSIGDEF, POSIX_SPAWN_SETSID = 0x04, 0x80
 READY = b"ready"
 IDLE = 600.0  # seconds without a command after which a zygote exits
@@ -276,6 +280,7 @@ def serve(has_root: bool, cgroup_files: list[str]) -> NoReturn:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if not has_root:
         _unshare("mount", "user", user=(0, 0), outer=(os.geteuid(), os.getegid()))
+    _check_overlays()
     gc.disable()  # a collection would copy all pages that processes share
     gc.freeze()
     client = _socket.socket(fileno=os.dup(0))
@@ -303,16 +308,19 @@ def _leave(cgroup_files: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _identities(paths: list[str]) -> list[tuple[int, int] | None]:
+def _identities(paths: list[str]) -> list[Identity]:
     """Return which files and directories of the host are at some paths."""
-    found: list[tuple[int, int] | None] = []
+    found: list[Identity] = []
     for path in paths:
         try:
-            status = os.stat(path)
-            found.append((status.st_dev, status.st_ino))
+            found.append(_identity(os.stat(path)))
         except OSError:
             found.append(None)
     return found
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
 
 
 # A sandbox
@@ -386,6 +394,9 @@ def main(
         _drop_bounds()
         # The memory of this process may hold the plans of other commands.
         _prctl(PR_SET_DUMPABLE, 0)
+        # A process 1 gets no signal of its namespace, unless it handles it.
+        if libc.signal(SIGINT, ctypes.c_void_p(SIG_DFL)) == SIG_IGN:
+            libc.signal(SIGINT, ctypes.c_void_p(SIG_IGN))
     except OSError as error:
         problem = error
     head, given = _receive(control, 4)
@@ -553,7 +564,19 @@ def _drop_rights(rules: bytes) -> None:
 # Mounts
 
 
-def _open_workspace(overlay: tuple[str, str, bool] | None, root: str) -> int:
+def _check_overlays() -> None:
+    """Raise if the system, or what confines us, does not have the calls for overlays.
+
+    Whether there can be one is another question: commands run without one, too.
+    """
+    context = libc.syscall(SYS_FSOPEN, b"overlay", FSOPEN_CLOEXEC)
+    if context >= 0:
+        os.close(context)
+    elif ctypes.get_errno() in (ENOSYS, EPERM):
+        _check(context, "fsopen")
+
+
+def _open_workspace(overlay: tuple[str, str, bool, Identity] | None, root: str) -> int:
     """Open a mount of the workspace, or of an overlay of it, that is not attached anywhere.
 
     Args:
@@ -561,8 +584,11 @@ def _open_workspace(overlay: tuple[str, str, bool] | None, root: str) -> int:
     """
     if overlay is None:
         return _open_tree(root, 0)
-    place, options, is_staged = overlay
+    place, options, is_staged, identity = overlay
     lowest = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    if identity is not None and identity != _identity(os.fstat(lowest)):
+        os.close(lowest)
+        raise OSError(ESTALE, "the workspace is not the directory any more that was opened")
     context = libc.syscall(SYS_FSOPEN, b"overlay", FSOPEN_CLOEXEC)
     try:
         _check(context, "fsopen")
