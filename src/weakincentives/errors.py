@@ -38,6 +38,7 @@ WinkError
 ├── HistoryDamaged                   the record of a committed call cannot be read
 │   └── ContentDamaged                 stored content is damaged (also an OSError)
 ├── UndoRefused                      paths to be undone have changed since
+├── RowUndoRefused                   a rule of the database forbids undoing its rows
 ├── QueryError                       a statement over runs is wrong, or takes too long
 ├── ExportRefused                    a run cannot be exported to this file, or at this size
 ├── SandboxUnavailable               the operator must act: no sandbox works here
@@ -400,6 +401,10 @@ class UndoRefused(WinkError):
         named = ", ".join(sorted(paths)[:5]) + (", ..." if len(paths) > 5 else "")
         super().__init__(f"Nothing was undone: these paths have changed since: {named}")
         self.paths = paths
+
+
+class RowUndoRefused(WinkError):
+    """The rows of calls cannot be undone: a foreign key or another rule forbids it."""
 
 
 class PromptError(WinkError):

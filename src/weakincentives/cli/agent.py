@@ -49,6 +49,7 @@ from weakincentives.cli.workbench import (
     prefers_branch,
 )
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.databases import known_databases
 from weakincentives.contrib.tools import Plan
 from weakincentives.errors import (
     MergeConflict,
@@ -226,7 +227,7 @@ class AgentRun:
     @contextmanager
     def _open_workbench(self, files: HostFilesystem, saved: SavedSession | None) -> Generator[None]:
         if saved is not None:
-            saved.recover(files)
+            saved.recover(files, databases=known_databases(self.settings.workspace))
         save = None if self.dry_run else partial(save_rule, self.settings.workspace)
         about: Mapping[str, object] = {} if self.earlier is None else self.earlier.data.about
         approver = Approver(

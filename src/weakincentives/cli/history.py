@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -39,7 +39,13 @@ from weakincentives.cli.options import (
     run_argument,
 )
 from weakincentives.cli.worker import where_to_look
-from weakincentives.errors import FilesystemError, SnapshotError, UndoRefused, WorkspaceLocked
+from weakincentives.errors import (
+    FilesystemError,
+    RowUndoRefused,
+    SnapshotError,
+    UndoRefused,
+    WorkspaceLocked,
+)
 from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.diffs import Detail
     from weakincentives.runtime.calls import Call, Calls, Run
     from weakincentives.runtime.rewind import Parts, Rewound
+    from weakincentives.runtime.rows import RowChange, RowHistory
     from weakincentives.runtime.undo import Preview
 
 _SEE = "`wink log` lists the calls"
@@ -88,7 +95,7 @@ def log(
     calls, files = _opened(workspace, everything)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
-    say(*calls.history.damaged(), *calls.damage())
+    say(*calls.history.damaged(), *calls.damage(), *calls.unreadable)
     for each in {call.run.id: call.run for call in found if call.run is not None}.values():
         if times := each.compactions:
             how_often = "once" if times == 1 else f"{times} times"
@@ -171,16 +178,21 @@ def diff(
     from weakincentives.runtime.undo import committed_of
 
     calls, files = _opened(workspace, everything)
-    chosen = [each for each in _chosen(calls, named, last=last) if each.committed]
+    chosen = [each for each in _chosen(calls, named, last=last) if each.has_changes]
     committed = committed_of(chosen)
-    if not committed:
+    if not chosen:
         say(_nothing_left(calls) or f"no files were changed here, or {_FORGOTTEN}; {_SEE}")
         return 1
-    if all(each.is_undone for each in chosen):
+    if not any(each.can_be_undone for each in chosen):
         say(f"{_named(chosen)} is undone; this is what it changed")
+    rows = [each for call in calls.with_files(chosen) for each in call.rows]
+    if not committed:
+        print_rows(rows, as_json=as_json)
+        return 0
     history = calls.history_on(chosen[-1].branch)
     found = history.diff(committed, detail=files.is_shown, raw=not as_json)
     code = print_diff(found, files, as_json=as_json)
+    print_rows(rows, as_json=as_json)
     later = [path for path, by in history.changed_since(committed).items() if not by]
     if later and was_killed(calls.workspace):
         say(_KILLED)
@@ -196,7 +208,7 @@ def diff(
     "wink undo --to k3f/2          # this call and everything after it",
     "wink undo k3f --dry-run",
     "wink undo undo_7              # undo an undo",
-    more="On a terminal it first shows the changes, and asks. Only files are undone, not the "
+    more="On a terminal it first shows the changes, and asks. Files and rows are undone, not the "
     "session of the run: see `wink rewind`. The exit code is 1 if nothing was undone, and 3 if "
     "something is left: standard error says what.",
 )
@@ -219,7 +231,7 @@ def undo(
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> int:
-    """Undo the file changes of a run or call.
+    """Undo what a run or call changed in files and rows.
 
     An undo can be undone: it is a call itself.
     """
@@ -236,7 +248,7 @@ def undo(
     if named is not None and len(chosen) == 1 and _undoes_rewind(calls, chosen[0]):
         rewound = _Rewind(calls=calls, target=chosen[0], talk=talk, before=True)
         return rewound.perform(force, dry_run)
-    left = [each for each in chosen if each.committed and (to is not None or each.can_be_undone)]
+    left = [e for e in chosen if e.has_changes and (to is not None or e.can_be_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
         say(f"nothing to undo: {_nothing_left(calls) or nothing}; {_SEE}")
@@ -249,6 +261,9 @@ def undo(
             found = preview_undo(calls, left, force=are_in_the_way, detail=files.is_shown)
         except UndoRefused as error:
             return _refuse(calls, error.paths, left, talk)
+        except RowUndoRefused as error:
+            say(f"nothing was undone: {error}")
+            return 1
         if dry_run:
             return talk.preview(found)
         if not talk.confirmed(found, f"Undo {_named(left)}?"):
@@ -334,11 +349,12 @@ _MOST_FILES = 10
 
 
 def _opened(workspace: Path, everything: bool) -> tuple[Calls, Files]:
+    from weakincentives.contrib.databases import known_databases
     from weakincentives.runtime.calls import Calls
 
     directory = existing_directory(workspace)
     files = Files(directory, everything)
-    return Calls(directory, detail=files.is_shown), files
+    return Calls(directory, detail=files.is_shown, databases=known_databases(directory)), files
 
 
 def find_call(calls: Calls, wanted: str) -> Call:
@@ -425,7 +441,7 @@ def _chosen(calls: Calls, named: str | None, *, last: bool) -> list[Call]:
         with _reading(wanted):
             return calls_to_undo(calls, wanted)
     if last:
-        return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
+        return [each for each in calls.changed() if each.can_be_undone and not each.undoes][-1:]
     groups = calls.by_run()
     for group in reversed(groups):
         if found := in_place(group):
@@ -464,13 +480,11 @@ def _joined(paths: Sequence[str]) -> str:
 def _from(calls: Calls, first: str) -> list[Call]:
     """Return a call and all after it, undone or not: the files go back step by step."""
     found = find_call(calls, first)
-    if found.committed is None:
+    if not found.has_changes:
         raise Misuse(f"{first} changed no files; {_SEE}")
-    return [
-        call
-        for call in calls.changed(found.branch)
-        if call.committed is not None and call.committed.serial >= found.committed.serial
-    ]
+    changed = calls.changed(found.branch)
+    ids = [call.call_id for call in changed]
+    return changed[ids.index(found.call_id) :]
 
 
 # Undoing
@@ -501,28 +515,33 @@ class _Talk:
 
     def preview(self, found: Preview) -> int:
         """Print what would change, and what would stay; return the exit code."""
+        rows = [(each, made.changes) for each, made in found.rows]
         if self.as_json:
-            self.tell(dry_run=True, changes=found.changes, staying=list(found.staying))
+            more = {"rows": list(map(_row, flat(rows)))} if rows else {}
+            self.tell(dry_run=True, changes=found.changes, staying=list(found.staying), **more)
             return 0
         self._staying(found)
-        if found.changes:
-            return print_diff(found.changes, self.shown)
-        echo("No files would change.", err=True)
-        return 0
+        code = print_diff(found.changes, self.shown) if found.changes else 0
+        print_rows(rows)
+        if not found.changes and not flat(rows):
+            echo("No files would change.", err=True)
+        return code
 
     def confirmed(self, found: Preview, question: str) -> bool:
         """Show what will change, and ask."""
         self._staying(found)
-        if not found.changes:
+        rows = list(row_lines([(each, made.changes) for each, made in found.rows]))
+        if not found.changes and not rows:
             echo("No files will change.")
         else:
-            _print([[("This changes:", "bold")], *self.shown.lines(found.changes)])
+            _print([[("This changes:", "bold")], *self.shown.lines(found.changes), *rows])
         return typer.confirm(question, default=True)
 
-    def done(self, title: str, changes: Sequence[FileChange]) -> None:
+    def done(self, title: str, changes: Sequence[FileChange], rows: RowsOf = ()) -> None:
         """Say what was done; the files were listed already where it was asked about."""
         lines: list[Line] = [[(title, "bold")]]
-        lines += [] if self.is_asking else self.shown.lines(changes)
+        if not self.is_asking:
+            lines += [*self.shown.lines(changes), *row_lines(rows)]
         _print(lines)
 
     def tell(self, *, changes: Sequence[FileChange], **more: object) -> None:
@@ -530,39 +549,48 @@ class _Talk:
         echo(json.dumps({**more, "files": files}))
 
     def _staying(self, found: Preview) -> None:
+        from weakincentives.runtime.rows import notes_on
+
         for path in found.staying:
             say(f"{harmless(path)} was changed outside wink since, and would stay")
+        say(*notes_on(found.rows))
 
 
 def _undo(calls: Calls, chosen: Sequence[Call], talk: _Talk, *, force: bool) -> int:
+    from weakincentives.runtime.undo import undo_calls
+
     with _writable(calls.workspace, chosen[-1].branch) as files:
         say(*files.recovered)
-        ids = [each.call_id for each in chosen]
         try:
-            notes = files.undo(*ids, force=force)
+            undone = undo_calls(calls, files, chosen, force=force)
         except UndoRefused as error:  # changed at this very moment
             return _refuse(calls, error.paths, chosen, talk)
-        except FilesystemError as error:
+        except (FilesystemError, RowUndoRefused) as error:
             say(f"nothing was undone: {error}")
             return 1
         except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
-    say(*notes)
-    done = _newest(calls.workspace, chosen[-1].branch, talk.shown)
-    if done is None or done.call.undoes != tuple(ids):
+    say(*undone.notes)
+    if not undone.call_id:
         say("nothing was undone")
         return 1
+    newest = _newest(calls.workspace, chosen[-1].branch, talk.shown)
+    is_there = newest is not None and newest.call.call_id == undone.call_id
+    changes = newest.files if newest is not None and is_there else ()
+    rows = [(each, found.changes) for each, found in undone.rows]
     where = f"{chosen[-1].branch}/" if chosen[-1].branch else ""
-    name, code = f"{where}{done.call.call_id}", _SOMETHING_LEFT if notes else 0
+    name, code = f"{where}{undone.call_id}", _SOMETHING_LEFT if undone.notes else 0
     if talk.as_json:
-        undone = [each.name for each in chosen]
-        talk.tell(undone=undone, undo=name, notes=list(notes), changes=done.files)
+        more: dict[str, object] = {"rows": list(map(_row, flat(rows)))} if rows else {}
+        names = [each.name for each in chosen]
+        talk.tell(undone=names, undo=name, notes=list(undone.notes), changes=changes, **more)
         return code
-    talk.done(f"Undone: {_named(chosen)}", done.files)
+    talk.done(f"Undone: {_named(chosen)}", changes, rows)
     echo(f"To redo it: wink undo {name}")
     if any(each.run is not None for each in chosen):
-        echo("Only files were undone. The agent's conversation is unchanged.")
+        what = "files and rows" if rows else "files"
+        echo(f"Only {what} were undone. The agent's conversation is unchanged.")
     return code
 
 
@@ -659,6 +687,9 @@ class _Rewind:
             return self._rewind(force)
         except UndoRefused as error:
             return _refuse(self.calls, error.paths, [self.target], self.talk, "rewound")
+        except RowUndoRefused as error:
+            say(f"nothing was rewound: {error}")
+            return 1
         except LookupError as error:
             raise Misuse(f"cannot rewind: {error.args[0]}") from error
 
@@ -695,6 +726,7 @@ class _Rewind:
                 before=self.before,
                 parts=self.parts,
                 force=force,
+                databases=self.calls.databases,
             )
         say(*done.notes)
         self._report(done)
@@ -706,13 +738,16 @@ class _Rewind:
         newest = _newest(self.calls.workspace, self._branch, self.talk.shown)
         is_there = newest is not None and newest.call.call_id == done.call_id
         changes = newest.files if newest is not None and is_there else ()
+        rows = [(each, found.changes) for each, found in done.rows]
         mark = self._run.mark
         if self.talk.as_json:
             rewound = {"rewound_to": self.target.name, "before": self.before, "parts": self.parts}
             call = f"{mark}/{done.number}"
-            self.talk.tell(**rewound, call=call, notes=list(done.notes), changes=changes)
+            more = {"rows": list(map(_row, flat(rows)))} if rows else {}
+            self.talk.tell(**rewound, call=call, notes=list(done.notes), changes=changes, **more)
             return
-        self.talk.done(f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}", changes)
+        title = f"Rewound to {when} {self.target.name} {_tool(self.target)}{only}"
+        self.talk.done(title, changes, rows)
         echo(f"To undo the rewind: wink undo {mark}/{done.number}")
         if self.parts != "files" and self._run.data.about.get("kind") == "run":
             echo(f'To continue from here: wink resume {mark} "..."')
@@ -784,7 +819,55 @@ def _summary(call: Call, files: Files) -> dict[str, object]:
         "nested_in": None if call.outer is None else call.outer.name,
         "files": [_file(each, files) for each in call.files],
         "undoes": list(call.undoes),
+        **({"rows": list(map(_row, flat(call.rows)))} if call.rows else {}),
     }
+
+
+RowsOf: TypeAlias = "Sequence[tuple[RowHistory, Sequence[RowChange]]]"
+
+
+def flat(rows: RowsOf) -> list[tuple[RowHistory, RowChange]]:
+    return [(database, each) for database, changes in rows for each in changes]
+
+
+def _row(changed: tuple[RowHistory, RowChange]) -> dict[str, object]:
+    database, each = changed
+    return {
+        "database": database.title,
+        "table": each.table,
+        "key": list(each.key),
+        "before": None if each.before is None else dict(each.before),
+        "after": None if each.after is None else dict(each.after),
+        **({"note": each.note} if each.note else {}),
+    }
+
+
+def row_lines(rows: RowsOf, indent: str = "") -> Iterable[Line]:
+    """Return a line for each table of which calls changed rows."""
+    from weakincentives.runtime.rows import by_table
+
+    for database, changes in rows:
+        where = f"{database.title}: " if len(rows) > 1 else ""
+        for each in by_table(changes):
+            yield [(f"{indent}  {harmless(f'{where}{each}')}", "")]
+
+
+def print_rows(rows: RowsOf, *, as_json: bool = False) -> None:
+    """Print each changed row before and after; a patch above can still be applied."""
+    if as_json:
+        for each in flat(rows):
+            echo(json.dumps(_row(each), default=str))
+        return
+    lines: list[Line] = []
+    for database, each in flat(rows):
+        lines.append([(harmless(f"row {each.name} in {database.title}"), "bold")])
+        if each.note:
+            lines.append([(f"  {each.note}", "dim")])
+        for sign, row in (("-", each.before), ("+", each.after)):
+            if row is not None:
+                text = json.dumps(dict(row), default=str, ensure_ascii=False)
+                lines.append([(harmless(f"{sign} {text}"), diff_style(sign))])
+    _print(lines)
 
 
 def _file(change: FileChange, files: Files) -> dict[str, object]:
@@ -842,6 +925,7 @@ def _log_lines(found: Sequence[Call], calls: Calls, files: Files) -> Iterable[Li
         ]
         indent = " " * (name + 2)
         yield from files.lines(call.files, indent)
+        yield from row_lines(call.rows, indent)
         if call.outcome in ("denied", "refused", "rolled back"):
             message = str(plain(call.result.get("message", "")))
             yield [(f"{indent}  {shortened(message, 90)}", "dim")]
@@ -852,7 +936,7 @@ def _run_line(run: Run, calls: Calls, shown: int) -> Line:
     from weakincentives.runtime.calls import in_place
 
     every = calls.of_run(run)
-    is_undone = any(each.committed for each in every) and not in_place(every)
+    is_undone = any(each.has_changes for each in every) and not in_place(every)
     about = ["continued"] if not shown else []
     about += [f"branch {run.branch}"] if run.branch in calls.branches else []
     about += [f"{shown} of {len(every)} calls"] if 0 < shown < len(every) else []
@@ -919,7 +1003,12 @@ def _detail_lines(call: Call, files: Files) -> Iterable[Line]:
         yield [("files", "bold")]
         yield from files.lines(call.files)
         yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
-    elif call.committed is None and call.outcome == "ok":
+    if call.rows:
+        yield [("rows", "bold")]
+        yield from row_lines(call.rows)
+        if not call.files:
+            yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
+    if not call.has_changes and call.outcome == "ok":
         yield [("files        ", "bold"), ("none changed, or the history no longer has them", "")]
 
 

@@ -207,9 +207,11 @@ def _server(
     with _files(settings, branch, alone=in_place) as files, ExitStack() as saves:
 
         def session_of(about: Mapping[str, object]) -> Session:
+            from weakincentives.contrib.databases import known_databases
+
             saved = None if fresh else _last_session(settings, about)
             if saved is not None:
-                saved.recover(files)
+                saved.recover(files, databases=known_databases(settings.workspace))
                 saved.mark_resumed()
             saved = saved or begin_run(location_of(settings.workspace), about)
             return saves.enter_context(saved).session

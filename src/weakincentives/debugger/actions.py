@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.databases import known_databases
 from weakincentives.contrib.tools.suite import load_types
 from weakincentives.debugger.contents import change_json, change_kind
 from weakincentives.debugger.records import Json, NotFound
@@ -37,6 +38,7 @@ from weakincentives.runtime.undo import (
     open_files,
     preview_rewind,
     preview_undo,
+    undo_calls,
     undoes_rewind,
 )
 from weakincentives.serde import parse
@@ -113,7 +115,7 @@ def undo(workspace: Path, run_id: str, body: Json) -> Json:
         if asked.call is not None and undoes_rewind(calls, chosen[0]):
             back = _Rewind(call=asked.call, before=True, force=asked.force, dry_run=asked.dry_run)
             return {"undone": [chosen[0].name], **_rewound(calls, run, chosen[0], back)}
-        left = [each for each in chosen if each.committed and each.can_be_undone]
+        left = [each for each in chosen if each.has_changes and each.can_be_undone]
         if not left:
             raise Refused("nothing to undo: it changed no files, or it is already undone")
         names = [each.name for each in left]
@@ -125,8 +127,8 @@ def undo(workspace: Path, run_id: str, body: Json) -> Json:
                 "changes": _changes(shown.changes),
             }
         with open_files(workspace, left[-1].branch) as files:
-            notes = files.undo(*(each.call_id for each in left), force=asked.force)
-            return {"undone": names, "notes": [*files.recovered, *notes]}
+            undone = undo_calls(calls, files, left, force=asked.force)
+            return {"undone": names, "notes": [*files.recovered, *undone.notes]}
 
 
 def rewind(workspace: Path, run_id: str, body: Json) -> Json:
@@ -149,7 +151,7 @@ def _rewound(calls: Calls, run: Run, call: Call, asked: _Rewind) -> Json:
         load_types()
         branch = run.branch if run.branch in calls.branches else ""
         with open_files(calls.workspace, branch) as files, SavedSession.open(run.path) as saved:
-            done = rewind_run(saved, files, call.number, **where)
+            done = rewind_run(saved, files, call.number, databases=calls.databases, **where)
             return {"number": done.number, "notes": [*files.recovered, *done.notes]}
 
 
@@ -290,7 +292,7 @@ def approve(workspace: Path, request_id: str, body: Json, *, runs: Runs | None =
 
 
 def _calls(workspace: Path, run_id: str) -> tuple[Calls, Run]:
-    calls = Calls(workspace)
+    calls = Calls(workspace, databases=known_databases(workspace))
     for run in runs_of(workspace):
         if run.id == run_id:
             return calls, run

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.databases import known_databases
 from weakincentives.errors import ToolDefinitionError, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
@@ -612,7 +613,7 @@ class Bridge(Closes):
         types = [kind for kind in kinds if isinstance(kind, type)]
         with ExitStack() as closing:
             run = closing.enter_context(open_run(files, self._title, key=key, types=types))
-            run.recover(files)
+            run.recover(files, databases=known_databases(files.root))
             if len(run.session[ToolInvoked]):
                 run.mark_resumed()
             closing.pop_all()

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from weakincentives.call import ToolCall
-from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
+from weakincentives.errors import RowUndoRefused, SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.filesystem.ignored import IgnoredFiles
@@ -211,6 +211,21 @@ class _Past:
             raise ToolValidationError("\n".join(lines)) from error
 
 
+def _undo_rows(calls: Sequence[str], context: ToolContext) -> list[str]:
+    """Undo the rows of calls in the databases that record them; returns what was left."""
+    from weakincentives.contrib.databases import Database
+
+    notes: list[str] = []
+    resources: Any = context.resources
+    for _, each in resources.snapshotables:
+        if isinstance(each, Database) and each.may_record:
+            try:
+                notes += each.undo(calls).notes
+            except RowUndoRefused as error:
+                raise ToolValidationError(f"Nothing was undone: {error}") from error
+    return notes
+
+
 class UndoTools:
     """The tools ``undo``, ``history`` and ``checkpoint`` for the calls of one session."""
 
@@ -352,6 +367,7 @@ class UndoTools:
             return ToolResult.error("Nothing has changed since: there is nothing to undo")
         ids = tuple(record.call_id for record in chosen.undone)
         notes = past.undo_files([each for each in ids if each in past.paths])
+        notes += _undo_rows(ids, context)
         notes += self._restore_state(chosen, context)
         notes += [
             f"The effects of {record.tool_name} outside files and session are not undone."

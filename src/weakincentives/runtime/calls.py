@@ -50,6 +50,7 @@ from weakincentives.runtime.at import (
 )
 from weakincentives.runtime.conversation import Message, still_seen
 from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, fields_of
+from weakincentives.runtime.rows import CallRows, RowChange, RowHistory
 from weakincentives.runtime.saved import SavedSession, not_undone
 from weakincentives.runtime.stores.saves import SavedSessionData, inherited_calls
 from weakincentives.serde.exact import plain, thaw
@@ -386,6 +387,13 @@ class Call:
     """Whether the undo left something of it: what others had changed since."""
     files: tuple[FileChange, ...] = ()
     """The files it changed; filled in by ``Calls.with_files``."""
+    rows: Sequence[tuple[RowHistory, Sequence[RowChange]]] = ()
+    """The rows it changed, by database; filled in by ``Calls.with_files``."""
+    row_undoes: tuple[str, ...] = ()
+    """The ids of the calls whose rows it undid."""
+    has_rows: bool = False
+    """Whether it is on record in a database."""
+    rows_are_undone: bool = False
 
     @property
     def name(self) -> str:
@@ -397,7 +405,7 @@ class Call:
     @property
     def undoes(self) -> tuple[str, ...]:
         """The ids of the calls that it undid."""
-        return () if self.committed is None else tuple(self.committed.undoes)
+        return self.row_undoes if self.committed is None else tuple(self.committed.undoes)
 
     @property
     def result(self) -> Mapping[str, Any]:
@@ -436,15 +444,23 @@ class Call:
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether its changes to files are in place, or some of them."""
-        return not self.is_undone or self.is_partly_undone
+        """Whether its changes are in place, or some of them."""
+        in_files = self.committed is not None and (not self.is_undone or self.is_partly_undone)
+        return in_files or (self.has_rows and not self.rows_are_undone)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the history of the directory, or a database, knows what it changed."""
+        return self.committed is not None or self.has_rows
 
     @property
     def outcome(self) -> str:
         """How it ended, in a word or two."""
-        if self.is_undone:
-            return "partly undone" if self.is_partly_undone else "undone"
-        if self.committed is not None:
+        if self.has_changes and not self.can_be_undone:
+            return "undone"
+        if self.is_undone or self.rows_are_undone:
+            return "partly undone"
+        if self.has_changes:
             return "undo" if self.undoes else "committed"
         if self.record is None or self.record["success"]:
             # Its changes were committed, or not, with the call it is nested in.
@@ -522,8 +538,15 @@ def join(call: Call, histories: Mapping[str, Commits]) -> None:
 class Calls:
     """The calls of a workspace; lines are counted in files for which ``detail`` returns true."""
 
-    def __init__(self, workspace: Path, *, detail: Detail | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Path,
+        *,
+        detail: Detail | None = None,
+        databases: Sequence[RowHistory] = (),
+    ) -> None:
         self.workspace = workspace
+        self.databases = databases
         self.history = WorkspaceHistory(workspace)
         self._histories: dict[str, WorkspaceHistory | BranchHistory] = {"": self.history}
         self._detail = detail
@@ -550,6 +573,25 @@ class Calls:
         """The commits of the directory, under the empty name, and of each branch."""
         on_branches = {name: Commits(info.commits) for name, info in self.branches.items()}
         return {"": Commits(self._history), **on_branches}
+
+    @cached_property
+    def _in_databases(self) -> Sequence[tuple[RowHistory, dict[str, CallRows], Set[str]]]:
+        """Each database that can be read, its calls by id, and those that are undone."""
+        found: list[tuple[RowHistory, dict[str, CallRows], Set[str]]] = []
+        for database in self.databases:
+            try:
+                calls = [each for each in database.calls() if each.count]
+            except Exception as error:  # of any driver
+                self.unreadable.append(f"{database.title} cannot be read: {_first_line(error)}")
+                continue
+            by_id = {each.call_id: each for each in calls}
+            found.append((database, by_id, by_id.keys() - not_undone(calls)))
+        return found
+
+    @cached_property
+    def unreadable(self) -> list[str]:
+        """A sentence for each database that could not be read."""
+        return []
 
     def history_on(self, branch: str) -> WorkspaceHistory | BranchHistory:
         """Return the history of a branch, or that of the directory if the name is empty."""
@@ -619,10 +661,20 @@ class Calls:
     def changed(self, branch: str = "") -> list[Call]:
         """Return the calls in the history of the directory, or of a branch, oldest first."""
         records = {call.call_id: call for call in _readable_calls(self.runs)}
-        return self._joined(
-            records.get(call_id) or _unrecorded(each, branch)
+        found = {
+            call_id: records.get(call_id) or _unrecorded(each, branch)
             for call_id, each in self._committed_on(branch).items()
-        )
+        }
+        if branch:
+            return self._joined(found.values())
+        for _, by_id, _ in self._in_databases:
+            for call_id, each in by_id.items():
+                if call_id not in found:
+                    found[call_id] = records.get(call_id) or _only_in_database(each)
+        joined = self._joined(found.values())
+        if self._in_databases:
+            joined.sort(key=lambda call: call.time)
+        return joined
 
     def by_run(self) -> list[list[Call]]:
         """Return the calls in the history by run, the run with the newest change last.
@@ -647,7 +699,12 @@ class Calls:
         branch, _, unrecorded = call_id.rpartition("/")
         found = self._committed_on(branch) if branch in self._commits else {}
         committed = found.get(unrecorded)
-        return None if committed is None else self._joined([_unrecorded(committed, branch)])[0]
+        if committed is not None:
+            return self._joined([_unrecorded(committed, branch)])[0]
+        for _, by_id, _ in self._in_databases:
+            if call_id in by_id:
+                return self._joined([_only_in_database(by_id[call_id])])[0]
+        return None
 
     def at(self, call: Call, *, before: bool = False, types: Iterable[type] = ()) -> StateAt:
         """Return files, session and conversation just after a call, or before it.
@@ -692,29 +749,51 @@ class Calls:
                     call.files = changes.files
                 if not wanted:
                     break
+        self._fill_in_rows(calls)
         return calls
+
+    def _fill_in_rows(self, calls: Sequence[Call]) -> None:
+        with_rows = {call.call_id: call for call in calls if call.has_rows}
+        for database, by_id, _ in self._in_databases if with_rows else ():
+            wanted = [call_id for call_id in with_rows if call_id in by_id]
+            for call_id, rows in database.changes(wanted).items():
+                call = with_rows[call_id]
+                call.rows = [*call.rows, (database, rows)]
 
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
         calls = list(calls)
         for call in calls:
             join(call, self._commits)
+            for _, by_id, undone in self._in_databases:
+                row = by_id.get(call.call_id)
+                if row is not None:
+                    call.has_rows, call.row_undoes = True, row.undoes
+                    call.rows_are_undone = call.call_id in undone
         return calls
 
     def _without_a_run(self, calls: list[Call]) -> list[Call]:
         """Return calls without a record in a run: of other programs, or an undo by a person."""
         known = {call.call_id for call in calls}
         oldest = min((call.time for call in calls), default=0.0)
+        in_files = {call_id for branch in self._commits for call_id in self._committed_on(branch)}
+        only_rows = {
+            call_id: each
+            for _, by_id, _ in self._in_databases
+            for call_id, each in by_id.items()
+            if call_id not in known and call_id not in in_files and each.at >= oldest
+        }
         shown = (
             branch
             for branch in self._commits
             if not branch or ROLLED_BACK not in self.branches[branch].about
         )
-        return self._joined(
+        committed = (
             _unrecorded(each, branch)
             for branch in shown
             for each in self._committed_on(branch).values()
             if each.call_id not in known and each.time >= oldest
         )
+        return self._joined([*committed, *map(_only_in_database, only_rows.values())])
 
 
 def _beginning(branch: BranchInfo) -> float:
@@ -723,13 +802,15 @@ def _beginning(branch: BranchInfo) -> float:
 
 
 def in_place(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls of a run whose changes to files are in place."""
+    """Return the calls of a run whose changes are in place."""
     own = {call.call_id for call in calls}
     return [
         call
         for call in calls
-        if call.committed is not None
-        and not call.is_undone
+        if (
+            (call.committed is not None and not call.is_undone)
+            or (call.has_rows and not call.rows_are_undone)
+        )
         # An undo of the run's own calls leaves nothing to undo.
         and not (call.undoes and own.issuperset(call.undoes))
     ]
@@ -737,6 +818,14 @@ def in_place(calls: Sequence[Call]) -> list[Call]:
 
 def _unrecorded(committed: Committed, branch: str = "") -> Call:
     return Call(call_id=committed.call_id, tool=committed.tool, time=committed.time, branch=branch)
+
+
+def _only_in_database(found: CallRows) -> Call:
+    return Call(call_id=found.call_id, tool="", time=found.at)
+
+
+def _first_line(error: Exception) -> str:
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:

@@ -15,14 +15,19 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weakincentives.filesystem.redo import Redo, forget, kept
+from weakincentives.call import new_id
+from weakincentives.errors import RowUndoRefused
+from weakincentives.filesystem.redo import Redo, forget
+from weakincentives.filesystem.redo import kept as kept_redos
 from weakincentives.runtime.ledger import CallOutcome
+from weakincentives.runtime.rows import KeptCall
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
     from weakincentives.participant import Participant
     from weakincentives.runtime.ledger import OutcomeLedger
+    from weakincentives.runtime.rows import RowHistory
     from weakincentives.runtime.saved import Encoding, SavedSession
     from weakincentives.runtime.transactions import Transaction
     from weakincentives.session import Snapshot
@@ -49,6 +54,7 @@ def commit_saved(transaction: Transaction, record: object, saver: SavedSession) 
 
         def first(after: Snapshot) -> bool:
             encoding.after = after
+            keep_in_databases(transaction, last, saver, encoding, on_disk)
             transaction.merge_last(last)
             _write_record(transaction, on_disk, encoding)
             return encoding.is_done
@@ -56,6 +62,38 @@ def commit_saved(transaction: Transaction, record: object, saver: SavedSession) 
         transaction.base.settle(
             transaction.session, keep=True, record=record, transaction=transaction, first=first
         )
+
+
+def keep_in_databases(
+    transaction: Transaction,
+    last: Sequence[tuple[str, Participant, Participant]],
+    saver: SavedSession,
+    encoding: Encoding | None = None,
+    on_disk: Sequence[tuple[Participant, Participant]] = (),
+) -> None:
+    """Have each database keep, in its own transaction, what is to follow its commit."""
+    files = any(view.changed_here() for _, view in on_disk) if last else False
+    for place, (_, _, view) in enumerate(last):
+        later = tuple(title_of(base) for _, base, _ in last[place + 1 :])
+
+        def keep(later: tuple[str, ...] = later) -> KeptCall | None:
+            redo = None if encoding is None else encoding.redo()
+            return KeptCall(
+                session=saver.file_id,
+                at=saver.position if redo is None else redo.at,
+                saved=saver.position,
+                call_id=transaction.call.id,
+                tool=transaction.call.name,
+                redo=_text(redo),
+                files=files,
+                later=later,
+            )
+
+        view.commit_with(keep)
+
+
+def title_of(database: object) -> str:
+    return str(getattr(database, "title", type(database).__name__))
 
 
 def _write_record(
@@ -96,10 +134,67 @@ def _text(redo: Redo | None) -> str:
 # Redo
 
 
-def redo_missing(saved: SavedSession, files: HostFilesystem, ledger: OutcomeLedger) -> None:
+def redo_in_databases(
+    saved: SavedSession, files: HostFilesystem | None, databases: Sequence[RowHistory]
+) -> tuple[list[Redo], list[tuple[KeptCall, str]]]:
+    """Settle what databases keep of calls that the session does not have.
+
+    A call whose other parts have all committed happened: what its session lacks is returned.
+    Otherwise its rows are undone, so that it did not happen. If they cannot be undone, the call
+    is returned with a sentence.
+    """
+    redos: list[Redo] = []
+    unknown: list[tuple[KeptCall, str]] = []
+    by_title = {each.title: each for each in databases}
+    for database in databases:
+        for kept in database.kept(saved.file_id):
+            if kept.call_id in saved.index.made:
+                continue  # it is saved; the next call of the session forgets it
+            if missing := [title for title in kept.later if title not in by_title]:
+                unknown.append((kept, f"{missing[0]} is needed to tell whether it committed"))
+                continue
+            lacks = [
+                title for title in kept.later if not by_title[title].has_committed(kept.call_id)
+            ]
+            if kept.files and not _has_files(saved, files, kept.call_id):
+                lacks.append("files")
+            if kept.redo and not lacks:
+                redos.append(Redo.decode(json.loads(kept.redo)))
+                continue
+            left = _undo_rows(database, kept)
+            if left:
+                what = ", ".join(lacks) or "the session"
+                unknown.append((kept, f"{left}; what it changed in {what} is lost"))
+    return redos, unknown
+
+
+def _has_files(saved: SavedSession, files: HostFilesystem | None, call_id: str) -> bool:
+    newest = () if files is None else unsaved_commits(files.newest_first(), saved.index.made)
+    return any(each.call_id == call_id for each in newest)
+
+
+def _undo_rows(database: RowHistory, kept: KeptCall) -> str:
+    """Undo the rows of a call that did not happen; return why some of them stay, if so."""
+    is_complete = database.records_every_table
+    try:
+        undone = database.undo([kept.call_id], call_id=f"undo_{new_id()[:12]}")
+    except RowUndoRefused as error:
+        return f"its rows in {database.title} stay: {error}"
+    database.settle(kept)
+    if undone.notes:
+        return f"not all of its rows in {database.title} are undone: {'; '.join(undone.notes)}"
+    return "" if is_complete else f"its rows in {database.title} stay: they are not tracked"
+
+
+def redo_missing(
+    saved: SavedSession,
+    files: HostFilesystem,
+    ledger: OutcomeLedger,
+    in_databases: Iterable[Redo] = (),
+) -> None:
     """Complete the file of a session, and the ledger, from the records of its commits."""
     answered = ledger.redos(saved.file_id, saved.size)
-    found = [*answered, *kept(files.store, saved.file_id)]
+    found = [*answered, *in_databases, *kept_redos(files.store, saved.file_id)]
     for commit in unsaved_commits(files.newest_first(), saved.index.made):
         redo = files.redo_of(commit)
         if redo is not None and redo.session == saved.file_id:

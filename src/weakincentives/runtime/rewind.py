@@ -18,6 +18,7 @@ from weakincentives.filesystem import Committed, HostFilesystem
 from weakincentives.runtime.at import serial_at, talk_at
 from weakincentives.runtime.conversation import Message, last_conversation
 from weakincentives.runtime.index import RECORDS, CallIndex, Moment
+from weakincentives.runtime.rows import RowHistory, UndoneRows, notes_on, undoing_rows
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.session import Snapshot
 from weakincentives.tool_result import ToolResult
@@ -41,6 +42,7 @@ class Rewound:
     """What it undid in the history, newest first."""
     notes: tuple[str, ...]
     """A sentence for each file that differs from then, for example because a person edited it."""
+    rows: Sequence[tuple[RowHistory, UndoneRows]] = ()
 
 
 def rewind_run(
@@ -51,10 +53,11 @@ def rewind_run(
     before: bool = False,
     parts: Parts = "all",
     force: bool = False,
+    databases: Sequence[RowHistory] = (),
 ) -> Rewound:
     """Go back to just after the call with this number, or before it.
 
-    Of the files, what this run has changed since is undone, and what it has undone since is
+    Of files and rows, what this run has changed since is undone, and what it has undone since is
     redone: so it also goes forward again. What someone else has edited since is left alone and
     named. All STATE slices and the conversation are as they were then; records stay, and so do
     effects outside. A rewind that is killed has not happened: resuming the run undoes its part.
@@ -65,8 +68,9 @@ def rewind_run(
         LookupError: The history no longer goes back that far.
         UndoRefused: Other calls have changed the same files since. Nothing was rewound. ``force``
             replaces their changes, and edits; the history keeps what they hold.
+        RowUndoRefused: A rule of a database is in the way. Nothing was rewound.
     """
-    saved.recover(files)
+    saved.recover(files, databases=databases)
     moment = saved.moment(number)
     undone: tuple[Committed, ...] = ()
     if parts != "conversation":
@@ -84,17 +88,23 @@ def rewind_run(
     state = None if parts == "files" else _session_at(saved, moment, before=before)
     notes: tuple[str, ...] = ()
     began = saved.session.clock.time()
+    later: list[str] = []
+    if databases and parts != "conversation":
+        records = saved.session.read_slice(ToolInvoked)
+        later = [each.call_id for each in records.newer_than(moment.number - before)]
     with locks.undisturbed():  # nor must Ctrl-C
-        if undone:
-            notes = files.undo(*undone, force=force, leave_edits=True, call=own)
+        with undoing_rows(databases, later, own.id, force=force) as rows:
+            if undone:
+                notes = files.undo(*undone, force=force, leave_edits=True, call=own)
+        notes += notes_on(rows)
         if state is not None:
             saved.session.restore(state[0])
             for message in state[1]:
                 saved.session.dispatch(message)
         saved.record(own, ToolResult.ok(None, "\n".join(notes)), began)
         saved.save()
-    records = len(saved.session[ToolInvoked])
-    return Rewound(call_id=own.id, number=records, undone=undone, notes=notes)
+    made = len(saved.session[ToolInvoked])
+    return Rewound(call_id=own.id, number=made, undone=undone, notes=notes, rows=rows)
 
 
 def _session_at(

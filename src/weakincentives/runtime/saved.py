@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
     from weakincentives.filesystem.redo import Redo
+    from weakincentives.runtime.rows import CallRows, KeptCall, RowHistory
 
 _logger = get_logger(__name__)
 
@@ -74,7 +75,7 @@ def _unknown(why: str) -> ToolResult[Any]:
     return ToolResult.error(_UNKNOWN.format(why), code="OUTCOME_UNKNOWN")
 
 
-def not_undone(history: Sequence[Committed]) -> set[str]:
+def not_undone(history: Sequence[Committed | CallRows]) -> set[str]:
     """Return the calls whose changes are in place, including calls that were undone and re-run."""
     live: set[str] = set()
     undone: set[str] = set()
@@ -332,6 +333,11 @@ class SavedSession:
         return self._file_log().size
 
     @property
+    def position(self) -> int:
+        """The bytes in the file; 0 in another store."""
+        return self._log.size if isinstance(self._log, OpenFileLog) else 0
+
+    @property
     def commits_with_calls(self) -> bool:
         """Whether the record that commits a call can hold what its file gets next.
 
@@ -449,8 +455,32 @@ class SavedSession:
     def _empty_line(self) -> str:
         return save_of(self.session.clock.time())
 
+    def recover_rows(self, databases: Sequence[RowHistory]) -> None:
+        """Complete what a kill left of a call that changed rows, in a session without files.
+
+        For a session that is resumed, before anything else is done with it; ``recover`` does this,
+        too. The databases are those of its calls, with ``record_calls`` or ``track``.
+        """
+        from weakincentives.runtime.recovery import redo_in_databases
+
+        redos, unknown = redo_in_databases(self, None, databases)
+        redos.sort(key=lambda each: each.at)
+        self.append_missing(redos)
+        self._record_unknown(unknown)
+        self.save()
+
+    def _record_unknown(self, unknown: Iterable[tuple[KeptCall, str]]) -> None:
+        for kept, why in unknown:
+            _logger.warning("call %s: %s", kept.call_id, why)
+            call = self._asked(kept.call_id) or ToolCall(kept.tool, None, kept.call_id)
+            self.record(call, _unknown(f"{why[0].upper()}{why[1:]}"))
+
     def recover(
-        self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
+        self,
+        files: HostFilesystem,
+        *,
+        ledger: OutcomeLedger | None = None,
+        databases: Sequence[RowHistory] = (),
     ) -> tuple[str, ...]:
         """Complete what a kill left between a call's commit and its record; returns undone calls.
 
@@ -459,13 +489,20 @@ class SavedSession:
 
         A commit without what the session needs is undone, and its call will be re-run. One that
         took effect outside is not re-run: it gets its answer from the ledger, by default the
-        workspace's own. If neither is possible, it is recorded as unknown.
+        workspace's own. If neither is possible, it is recorded as unknown. In ``databases``, the
+        rows of a call whose other changes are lost are undone.
         """
-        from weakincentives.runtime.recovery import redo_missing, unsaved_commits
+        from weakincentives.runtime.recovery import (
+            redo_in_databases,
+            redo_missing,
+            unsaved_commits,
+        )
 
         ledger = ledger or self.ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
+        redos, unknown = redo_in_databases(self, files, databases) if databases else ([], [])
         if isinstance(self._log, OpenFileLog):
-            redo_missing(self, files, ledger)
+            redo_missing(self, files, ledger, redos)
+        self._record_unknown(unknown)
         index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
         hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}
@@ -735,6 +772,7 @@ class Encoding:
         """Whether a record was to hold them."""
         self.lines: Sequence[str] = ()
         self.saved: dict[type, Slice[Any]] | None = None
+        self._redo: Redo | None = None
 
     @property
     def is_done(self) -> bool:
@@ -743,12 +781,14 @@ class Encoding:
     def redo(self) -> Redo | None:
         """Return what a record holds; None if that cannot be encoded now."""
         self.is_asked = True
+        if self._redo is not None:
+            return self._redo
         try:
             redo, self.saved = self._make(self._call_id, self.after)
         except (OSError, ValueError) as error:  # the next save may be luckier
             _logger.warning("the commit of %s has no session state: %s", self._call_id, error)
             return None
-        self.lines = redo.lines
+        self.lines, self._redo = redo.lines, redo
         return redo
 
 

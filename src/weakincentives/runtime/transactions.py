@@ -694,6 +694,10 @@ class Transaction:
         last = [each for each in views if each[1].commits_last]
 
         def commit_last(after: Snapshot) -> bool:
+            if self.base.saver is not None:
+                from weakincentives.runtime.recovery import keep_in_databases
+
+                keep_in_databases(self, last, self.base.saver)
             self.merge_last(last)
             return False  # the state is not encoded yet
 

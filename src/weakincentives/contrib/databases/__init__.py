@@ -14,6 +14,7 @@ load_lazily(__name__)
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.base import Database as Database
+    from weakincentives.contrib.databases.known import known_databases as known_databases
     from weakincentives.contrib.databases.sql import AsyncSqlDatabase as AsyncSqlDatabase
     from weakincentives.contrib.databases.sql import SqlDatabase as SqlDatabase
     from weakincentives.contrib.databases.sqlite import Rows as Rows

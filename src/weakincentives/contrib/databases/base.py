@@ -14,15 +14,20 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from weakincentives.call import current_view, transaction_under_way
+from weakincentives.call import current_view, new_id, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
+from weakincentives.filesystem import HostFilesystem
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
+
+if TYPE_CHECKING:
+    from weakincentives.contrib.databases.row_log import RowLog
+    from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 
 _logger = get_logger(__name__)
 
@@ -46,6 +51,14 @@ class Work(ABC):
         self.is_over = False
         self.is_abandoned = False
         """Whether a handler that could not be stopped has to clean up."""
+        self.call_id = ""
+        """The call whose rows are recorded; empty for a block outside of calls."""
+        self.session_id = ""
+        self.undoes: Sequence[str] = ()
+        """The calls whose rows it undoes."""
+        self.is_recorded = False
+        self.keep: Callable[[], KeptCall | None] | None = None
+        """Returns what to keep of the call until its session is saved."""
 
     def view(self) -> Database:
         """Return the view that a statement on the connection itself belongs to."""
@@ -59,6 +72,10 @@ class Work(ABC):
     @abstractmethod
     def run(self, statement: str) -> None:
         """Run a statement for savepoints."""
+
+    @abstractmethod
+    def ask(self, statement: str, /, **parameters: Any) -> list[Sequence[Any]]:
+        """Run a statement of ours with ``:named`` parameters, and return its rows."""
 
     @abstractmethod
     def restrict(self, view: Database) -> None:
@@ -118,6 +135,95 @@ class Database(Participant, ABC):
         self._lock = threading.RLock()
         self._commits = [0]
         """How many transactions were committed; one list for the database and its views."""
+        self._log: RowLog | None = None
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        return type(self).__name__
+
+    @property
+    def address(self) -> Mapping[str, str] | None:
+        """What another process needs to open it, without a password; None if none can."""
+        return None
+
+    @property
+    def _row_log(self) -> RowLog:
+        """What it records of calls; shared with its views."""
+        if self._log is None:
+            raise ResourceError(f"rows are recorded on SQLite and PostgreSQL, not on {self.title}")
+        return self._log
+
+    # What calls changed
+
+    @property
+    def may_record(self) -> bool:
+        """Whether rows may be recorded, as far as is known without asking the database."""
+        return self._log is not None and self._log.is_there is not False
+
+    def record_calls(self) -> None:
+        """Have each call that may write leave its id here, in the same transaction.
+
+        Creates two small tables, unless they are there. So a process that is killed between this
+        database's commit and the next one finds out what became of the call.
+        """
+        self._row_log.create(self)
+
+    def track(self, *tables: str) -> None:
+        """Record the rows of tables that calls change, so that they can be undone.
+
+        Creates triggers, and the tables of ``record_calls``. Call it again when the columns of a
+        table have changed, or there are new tables: at every start, for example.
+
+        Raises:
+            ResourceError: A table does not exist, or has no primary key.
+        """
+        self._row_log.create(self, tables)
+
+    def has_committed(self, call_id: str) -> bool:
+        """Whether a call has committed here; for calls since ``record_calls``."""
+        return self._row_log.has(self, call_id)
+
+    def kept(self, session: str) -> Sequence[KeptCall]:
+        """Return what is kept here for a session, oldest first."""
+        return self._row_log.kept(self, session)
+
+    def settle(self, kept: KeptCall) -> None:
+        """Forget what is kept of a call."""
+        self._row_log.settle(self, kept)
+
+    @property
+    def records_every_table(self) -> bool:
+        """Whether no call can change rows here without a record."""
+        return self._row_log.records_every_table(self)
+
+    def calls(self) -> Sequence[CallRows]:
+        """Return the calls that committed here, oldest first."""
+        return self._row_log.calls(self)
+
+    def changes(self, call_ids: Iterable[str]) -> Mapping[str, Sequence[RowChange]]:
+        """Return the rows that calls changed, by call."""
+        return self._row_log.changes(self, call_ids)
+
+    def undo(
+        self,
+        call_ids: Sequence[str],
+        *,
+        call_id: str = "",
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> UndoneRows:
+        """Undo the rows of some calls and nothing else; see ``RowHistory``.
+
+        Raises:
+            RowUndoRefused: A foreign key or another rule of the database is in the way.
+        """
+        own = call_id or f"undo_{new_id()[:12]}"
+        return self._row_log.undo(self, call_ids, call_id=own, force=force, dry_run=dry_run)
+
+    def forget(self, days: float) -> int:
+        """Delete what is recorded of calls older than so many days; returns how many calls."""
+        return self._row_log.forget(self, 86_400 * days)
 
     @abstractmethod
     def _new_work(self) -> Work: ...
@@ -199,6 +305,8 @@ class Database(Participant, ABC):
         if not self._has_begun:
             if parent._work is None:
                 work.begin(self)
+                if work.call_id and self.read_only is None and self._log is not None:
+                    work.is_recorded = self._log.begin(work)
                 if self._sealed is not None:  # while it waited
                     work.rollback()
                     work.end()
@@ -228,6 +336,11 @@ class Database(Participant, ABC):
         if work is None:
             work = self._new_work()
             work.outer = view
+            around: Any = transaction_under_way.get()
+            if around is not None and not around.settled:
+                outermost = around.lineage[0]
+                work.call_id = outermost.call.id
+                work.session_id = outermost.base.session_id
         view._work = work
         view._lock = work.lock
         view._has_begun, view._savepoint, view._inner = False, "", None
@@ -257,10 +370,29 @@ class Database(Participant, ABC):
                 if view.read_only is not None:
                     work.rollback()
                 else:
+                    if work.is_recorded and self._log is not None:
+                        self._log.finish(work)
+                        self._tell_workspace(self._log)
                     work.commit()
                 self._commits[0] += 1
             view._has_begun = False
             work.end()
+
+    def _tell_workspace(self, log: RowLog) -> None:
+        """Have the workspace of the call know this database, so that `wink log` shows its rows."""
+        around: Any = transaction_under_way.get()
+        if around is None or self.address is None:
+            return
+        for _, each in around.lineage[0].participants:
+            if isinstance(each, HostFilesystem) and each.store not in log.noted:
+                from weakincentives.contrib.databases.known import remember
+
+                remember(each.store, self.address)
+                log.noted.add(each.store)
+
+    def commit_with(self, redo: Callable[[], Any]) -> None:
+        if self._work is not None:
+            self._work.keep = redo
 
     def _finish(self) -> None:
         """Write what is pending, before the end of the transaction or savepoint."""

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
+from weakincentives.contrib.databases.dialects import PostgresDialect, SqliteDialect
+from weakincentives.contrib.databases.row_log import RowLog
 from weakincentives.errors import MissingExtra, ReadOnlyView, WinkError
 from weakincentives.gate import running_loop
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session
+
+    from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -88,6 +93,22 @@ class SqlDatabase(Database):
         event.listen(self.engine, "commit", _refuse_end)
         event.listen(self.engine, "rollback", _refuse_end)
         self._orm: Session | None = None
+        if self.is_sqlite or engine.dialect.name == "postgresql":
+            self._log = RowLog(SqliteDialect() if self.is_sqlite else PostgresDialect())
+
+    @property
+    def title(self) -> str:
+        url = self.engine.url
+        return str(url.database or url.drivername).rpartition("/")[2]
+
+    @property
+    def address(self) -> Mapping[str, str] | None:
+        url = self.engine.url
+        if self.is_sqlite:
+            file = url.database
+            return {"sqlite": os.path.realpath(file)} if file and file != ":memory:" else None
+        # The password is left to the environment of who opens it: PGPASSWORD, ~/.pgpass.
+        return {"sqlalchemy": url.set(password=None).render_as_string()}
 
     def execute(
         self, statement: Executable | str, parameters: Parameters | None = None, /
@@ -185,6 +206,14 @@ class _SqlWork(Work):
         with self.on_its_own():
             self.connection.exec_driver_sql(statement)
 
+    def ask(self, statement: str, /, **parameters: Any) -> list[Sequence[Any]]:
+        with self.on_its_own():
+            if parameters:
+                found = self.connection.execute(sqlalchemy.text(statement), parameters)
+            else:
+                found = self.connection.exec_driver_sql(statement)
+            return [tuple(row) for row in found] if found.returns_rows else []
+
     @contextmanager
     def on_its_own(self) -> Generator[None]:
         before, self.is_ours = self.is_ours, True
@@ -248,6 +277,8 @@ class _SqlWork(Work):
             try:
                 if self._refuses_writes and self.database.is_sqlite:
                     self.connection.exec_driver_sql("PRAGMA query_only=0")
+                if self.is_recorded and self.database.is_sqlite:
+                    self.connection.exec_driver_sql("PRAGMA recursive_triggers=0")
                 if self._busy_timeout is not None:
                     timeout, self._busy_timeout = self._busy_timeout, None
                     self.connection.exec_driver_sql(f"PRAGMA busy_timeout={timeout}")
@@ -367,6 +398,52 @@ class AsyncSqlDatabase(Database):
     def close(self) -> None:
         self._loop.start(self._sync.close).result()
         self._loop.stop()
+
+    @property
+    def title(self) -> str:
+        return self._sync.title
+
+    @property
+    def address(self) -> Mapping[str, str] | None:
+        return self._sync.address
+
+    @property
+    def may_record(self) -> bool:
+        return self._sync.may_record
+
+    def record_calls(self) -> None:
+        self._wait(self._sync.record_calls)
+
+    def track(self, *tables: str) -> None:
+        self._wait(self._sync.track, *tables)
+
+    def has_committed(self, call_id: str) -> bool:
+        return self._wait(self._sync.has_committed, call_id)
+
+    def kept(self, session: str) -> Sequence[KeptCall]:
+        return self._wait(self._sync.kept, session)
+
+    def settle(self, kept: KeptCall) -> None:
+        self._wait(self._sync.settle, kept)
+
+    @property
+    def records_every_table(self) -> bool:
+        return self._wait(lambda: self._sync.records_every_table)
+
+    def commit_with(self, redo: Callable[[], Any]) -> None:
+        self._sync.commit_with(redo)
+
+    def calls(self) -> Sequence[CallRows]:
+        return self._wait(self._sync.calls)
+
+    def changes(self, call_ids: Iterable[str]) -> Mapping[str, Sequence[RowChange]]:
+        return self._wait(self._sync.changes, call_ids)
+
+    def undo(self, call_ids: Sequence[str], **options: Any) -> UndoneRows:
+        return self._wait(lambda: self._sync.undo(call_ids, **options))
+
+    def forget(self, days: float) -> int:
+        return self._wait(self._sync.forget, days)
 
     # As a participant: the view of the sync database, on the other loop
 

@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 
 from weakincentives.call import transaction_under_way
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
+from weakincentives.contrib.databases.dialects import SqliteDialect
+from weakincentives.contrib.databases.row_log import RowLog
 from weakincentives.errors import ReadOnlyView, WinkError
 from weakincentives.gate import Gate, running_loop
 
@@ -102,6 +104,7 @@ class SqliteDatabase(Database):
         self.is_in_memory = self.path == ":memory:"
         if not self.path or self.path.startswith("file:"):
             raise ValueError(f'give the path of a file or ":memory:", got {self.path!r}')
+        self._log = RowLog(SqliteDialect())
         self._idle: list[_Connection] = []
         self._closed = [False]
         self._pid = os.getpid()
@@ -121,6 +124,14 @@ class SqliteDatabase(Database):
                 with suppress(sqlite3.OperationalError):  # another process is doing it
                     sqlite3.Connection.execute(made, "PRAGMA journal_mode=WAL").fetchall()
                 self.give(made)
+
+    @property
+    def title(self) -> str:
+        return self.path if self.is_in_memory else Path(self.path).name
+
+    @property
+    def address(self) -> Mapping[str, str] | None:
+        return None if self.is_in_memory else {"sqlite": self.path}
 
     def execute(self, statement: str, parameters: Parameters = (), /) -> Rows:
         """Run one statement in the call's transaction and return its rows."""
@@ -280,6 +291,16 @@ class _SqliteWork(Work):
         finally:
             connection.is_ours = False
 
+    def ask(self, statement: str, /, **parameters: Any) -> list[Sequence[Any]]:
+        connection = self.connection
+        connection.is_ours = True
+        try:
+            cursor = sqlite3.Connection.cursor(connection)
+            with self.speaking():
+                return cursor.execute(f"{statement} -- wink", parameters).fetchall()
+        finally:
+            connection.is_ours = False
+
     def _pragma(self, name: str, value: int) -> None:
         self.run(f"PRAGMA {name}={value}")
 
@@ -328,6 +349,8 @@ class _SqliteWork(Work):
                 if self._refuses_writes:
                     self._pragma("query_only", 0)
                     self._refuses_writes = False
+                if self.is_recorded:
+                    self._pragma("recursive_triggers", 0)
             except sqlite3.Error:
                 reuse = False
             if self.database.is_in_memory or (reuse and not self.is_shared):

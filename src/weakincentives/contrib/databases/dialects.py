@@ -1,0 +1,509 @@
+"""How SQLite and PostgreSQL record the rows that calls change: tables and triggers of ours.
+
+On SQLite, the call under way is the row of ``wink_call`` that is open: there is one writer at a
+time, and the row is closed before the commit, so nobody else ever sees it. On PostgreSQL it is a
+setting of the transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.databases.row_log import (
+    CALLS,
+    KEPT,
+    ROWS,
+    SCHEMA,
+    Column,
+    Dialect,
+    Image,
+    Planned,
+    Table,
+)
+
+if TYPE_CHECKING:
+    from weakincentives.contrib.databases.base import Work
+
+_EVENTS = ("insert", "update", "delete")
+_NEW, _CHANGED = "new rows", "changed rows"
+_KEPT = (
+    f"CREATE TABLE IF NOT EXISTS {KEPT} (session text NOT NULL, starts bigint NOT NULL, call_id"
+    " text NOT NULL, tool text NOT NULL, redo text NOT NULL, files integer NOT NULL, later text NOT"
+    " NULL, PRIMARY KEY (session, starts, call_id))"
+)
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+# SQLite
+
+
+class SqliteDialect(Dialect):
+    def exists(self, work: Work) -> bool:
+        return bool(work.ask("SELECT 1 FROM sqlite_master WHERE name = :name", name=CALLS))
+
+    def create(self, work: Work) -> None:
+        work.run(
+            f"CREATE TABLE IF NOT EXISTS {CALLS} (number INTEGER PRIMARY KEY AUTOINCREMENT, call_id"
+            " TEXT NOT NULL, session_id TEXT NOT NULL, at REAL NOT NULL, undoes TEXT, is_open"
+            " INTEGER, schema INTEGER)"
+        )
+        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
+        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_open ON {CALLS} (is_open) WHERE is_open = 1")
+        work.run(
+            f"CREATE TABLE IF NOT EXISTS {ROWS} (number INTEGER PRIMARY KEY AUTOINCREMENT, of_call"
+            f" INTEGER NOT NULL REFERENCES {CALLS}, row_table TEXT NOT NULL, row_key TEXT,"
+            " row_before TEXT, row_after TEXT)"
+        )
+        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
+        work.run(_KEPT)
+
+    def tables(self, work: Work) -> list[str]:
+        found = work.ask(
+            "SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'table' AND name"
+            " NOT LIKE 'sqlite\\_%' ESCAPE '\\' AND name NOT IN (:calls, :rows, :kept)",
+            calls=CALLS,
+            rows=ROWS,
+            kept=KEPT,
+        )
+        return [name for (name,) in found]
+
+    def named(self, work: Work, table: str) -> str:
+        for name in self.tables(work):
+            if name.lower() == table.lower():
+                return name
+        raise LookupError(table)
+
+    def table(self, work: Work, name: str) -> Table:
+        name = self.named(work, name)
+        found = work.ask("SELECT name, type, pk, hidden FROM pragma_table_xinfo(:name)", name=name)
+        columns = [
+            Column(name=name, type=kind, key=key, is_generated=hidden in (2, 3))
+            for name, kind, key, hidden in found
+            if hidden != 1
+        ]
+        return Table(name, _quoted(name), columns)
+
+    def recorded(self, work: Work) -> dict[str, bool]:
+        found = work.ask(
+            "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger' AND name LIKE"
+            " 'wink\\_%' ESCAPE '\\'"
+        )
+        return {table: not name.startswith("wink_other_") for table, name in found}
+
+    def record(self, work: Work, table: Table) -> None:
+        name = table.name
+        self._drop(work, name)
+        settable = [each for each in table.columns if not each.is_generated]
+        key = [each.name for each in table.key]
+        old, new = (_sqlite_key(row, key) for row in ("OLD", "NEW"))
+        before, after = (_sqlite_image(row, settable) for row in ("OLD", "NEW"))
+        same = " AND ".join(f"OLD.{_quoted(each)} IS NEW.{_quoted(each)}" for each in key)
+        differ = f"NOT ({same})"
+        self._trigger(work, "insert", name, self._note(name, new, "NULL", after))
+        self._trigger(work, "delete", name, self._note(name, old, before, "NULL"))
+        both = [
+            self._note(name, old, before, after, same),
+            self._note(name, old, before, "NULL", differ),
+            self._note(name, new, "NULL", after, differ),
+        ]
+        self._trigger(work, "update", name, " ".join(both))
+
+    def mention(self, work: Work, table: str) -> None:
+        self._drop(work, table)
+        for event in _EVENTS:
+            what = _NEW if event == "insert" else _CHANGED
+            known = (
+                f"NOT EXISTS (SELECT 1 FROM {ROWS} r WHERE r.of_call = c.number AND r.row_table ="
+                f" {_text(table)} AND r.row_after = {_text(what)} AND r.row_key IS NULL)"
+            )
+            note = self._note(table, "NULL", "NULL", _text(what), known)
+            self._trigger(work, event, table, note, "other")
+
+    def _note(self, table: str, key: str, before: str, after: str, where: str = "1") -> str:
+        return (
+            f"INSERT INTO {ROWS} (of_call, row_table, row_key, row_before, row_after) SELECT"
+            f" c.number, {_text(table)}, {key}, {before}, {after} FROM {CALLS} c WHERE c.is_open ="
+            f" 1 AND ({where});"
+        )
+
+    def _trigger(self, work: Work, event: str, table: str, body: str, kind: str = "row") -> None:
+        name = _quoted(f"wink_{kind}_{event}_{table}")
+        work.run(
+            f"CREATE TRIGGER {name} AFTER {event.upper()} ON {_quoted(table)} BEGIN {body} END"
+        )
+
+    def _drop(self, work: Work, table: str) -> None:
+        for kind in ("row", "other"):
+            for event in _EVENTS:
+                work.run(f"DROP TRIGGER IF EXISTS {_quoted(f'wink_{kind}_{event}_{table}')}")
+
+    def begin(self, work: Work, call_id: str, session: str, undoes: Sequence[str]) -> None:
+        # A REPLACE deletes rows without this, and no trigger is told.
+        work.run("PRAGMA recursive_triggers=1")
+        work.ask(
+            f"INSERT INTO {CALLS} (call_id, session_id, at, undoes, is_open, schema) SELECT"
+            " :call_id, :session, :at, :undoes, 1, schema_version FROM pragma_schema_version",
+            call_id=call_id,
+            session=session,
+            at=SYSTEM_CLOCK.time(),
+            undoes=json.dumps(undoes) if undoes else None,
+        )
+
+    def finish(self, work: Work) -> None:
+        work.run(
+            f"INSERT INTO {ROWS} (of_call, row_table, row_after) SELECT number, 'the database',"
+            f" '{SCHEMA}' FROM {CALLS}, pragma_schema_version WHERE is_open = 1 AND schema <>"
+            " schema_version"
+        )
+        work.run(f"UPDATE {CALLS} SET is_open = NULL, schema = NULL WHERE is_open = 1")
+
+    def image(self, text: str) -> Image:
+        return json.loads(text)
+
+    def values(self, image: Image) -> Mapping[str, Any]:
+        return {name: _sqlite_value(literal) for name, literal in image.items()}
+
+    def present(self, work: Work, table: Table, key: str, names: Sequence[str]) -> Image | None:
+        columns = [each for each in table.columns if each.name in names]
+        where, parameters = self._where(table, key)
+        found = work.ask(
+            f"SELECT {_sqlite_image('t', columns)} FROM {table.sql} t WHERE {where}",
+            **parameters,
+        )
+        return self.image(found[0][0]) if found else None
+
+    def insert(self, work: Work, table: Table, row: Planned) -> None:
+        assert row.target is not None
+        columns = [each.name for each in table.settable(row.target, new=True)]
+        names = ", ".join(map(_quoted, columns))
+        places = ", ".join(f":v{n}" for n in range(len(columns)))
+        work.ask(
+            f"INSERT INTO {table.sql} ({names}) VALUES ({places})",
+            **{f"v{n}": _sqlite_value(row.target[each]) for n, each in enumerate(columns)},
+        )
+
+    def update(self, work: Work, table: Table, row: Planned) -> None:
+        assert row.target is not None
+        columns = [each.name for each in table.settable(row.target, new=False)]
+        sets = ", ".join(f"{_quoted(each)} = :v{n}" for n, each in enumerate(columns))
+        values = {f"v{n}": _sqlite_value(row.target[each]) for n, each in enumerate(columns)}
+        where, parameters = self._where(table, row.key)
+        work.ask(f"UPDATE {table.sql} SET {sets} WHERE {where}", **values, **parameters)
+
+    def delete(self, work: Work, table: Table, row: Planned) -> None:
+        where, parameters = self._where(table, row.key)
+        work.ask(f"DELETE FROM {table.sql} WHERE {where}", **parameters)
+
+    def _where(self, table: Table, key: str) -> tuple[str, dict[str, Any]]:
+        where = [f"{_quoted(each.name)} IS :k{n}" for n, each in enumerate(table.key)]
+        values = {f"k{n}": _sqlite_value(each) for n, each in enumerate(json.loads(key))}
+        return " AND ".join(where), values
+
+    def defer(self, work: Work) -> Set[str]:
+        work.run("PRAGMA defer_foreign_keys=1")
+        return self.check(work)
+
+    def check(self, work: Work) -> Set[str]:
+        if work.ask("PRAGMA foreign_keys")[0][0]:
+            return set()  # COMMIT checks what was deferred
+        return {
+            f"row {rowid} of {table} refers to nothing in {parent}"
+            for table, rowid, parent, _ in work.ask("PRAGMA foreign_key_check")
+        }
+
+
+def _sqlite_literal(value: str) -> str:
+    """Return an expression for a value as text, exactly; ``quote`` ends a text at its first NUL."""
+    has_nul = f"typeof({value}) = 'text' AND instr(CAST({value} AS BLOB), X'00')"
+    return f"CASE WHEN {has_nul} THEN 'T' || hex(CAST({value} AS BLOB)) ELSE quote({value}) END"
+
+
+def _sqlite_key(row: str, names: Sequence[str]) -> str:
+    return f"json_array({', '.join(_sqlite_literal(f'{row}.{_quoted(each)}') for each in names)})"
+
+
+def _sqlite_image(row: str, columns: Sequence[Column]) -> str:
+    """Return an expression for a row as JSON; ``json_object`` takes at most 63 columns."""
+    parts = [
+        f"{_text(json.dumps(each.name, ensure_ascii=False) + ':')} ||"
+        f" json_quote({_sqlite_literal(f'{row}.{_quoted(each.name)}')})"
+        for each in columns
+    ]
+    return "'{' || " + " || ',' || ".join(parts) + " || '}'"
+
+
+def _sqlite_value(literal: str) -> Any:
+    if literal == "NULL":
+        return None
+    if literal.startswith("'"):
+        return literal[1:-1].replace("''", "'")
+    if literal.startswith("X'"):
+        return bytes.fromhex(literal[2:-1])
+    if literal.startswith("T"):
+        return bytes.fromhex(literal[1:]).decode("utf-8", "surrogateescape")
+    try:
+        return int(literal)
+    except ValueError:
+        return float(literal)
+
+
+# PostgreSQL
+
+_FUNCTIONS = """
+CREATE OR REPLACE FUNCTION {schema}.wink_note_row() RETURNS trigger LANGUAGE plpgsql AS $wink$
+DECLARE
+    call_number text = current_setting('wink.call', true);
+    was json; becomes json; old_key text; new_key text;
+BEGIN
+    IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    IF TG_OP <> 'INSERT' THEN
+        was = row_to_json(OLD);
+        SELECT json_agg(was ->> name ORDER BY place)::text INTO old_key
+            FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
+    END IF;
+    IF TG_OP <> 'DELETE' THEN
+        becomes = row_to_json(NEW);
+        SELECT json_agg(becomes ->> name ORDER BY place)::text INTO new_key
+            FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
+    END IF;
+    IF old_key = new_key THEN
+        INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before, row_after)
+            VALUES (call_number::bigint, TG_ARGV[0], old_key, was::text, becomes::text);
+        RETURN NULL;
+    END IF;
+    IF old_key IS NOT NULL THEN
+        INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before)
+            VALUES (call_number::bigint, TG_ARGV[0], old_key, was::text);
+    END IF;
+    IF new_key IS NOT NULL THEN
+        INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_after)
+            VALUES (call_number::bigint, TG_ARGV[0], new_key, becomes::text);
+    END IF;
+    RETURN NULL;
+END $wink$
+""", """
+CREATE OR REPLACE FUNCTION {schema}.wink_note_table() RETURNS trigger LANGUAGE plpgsql AS $wink$
+DECLARE
+    call_number text = current_setting('wink.call', true);
+BEGIN
+    IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    INSERT INTO {schema}.wink_row (of_call, row_table, row_after)
+        SELECT call_number::bigint, TG_ARGV[0], TG_ARGV[1] WHERE NOT EXISTS (
+            SELECT 1 FROM {schema}.wink_row WHERE of_call = call_number::bigint
+            AND row_table = TG_ARGV[0] AND row_key IS NULL AND row_after = TG_ARGV[1]);
+    RETURN NULL;
+END $wink$
+"""  # fmt: skip
+
+
+class PostgresDialect(Dialect):
+    def exists(self, work: Work) -> bool:
+        return work.ask("SELECT to_regclass(:name) IS NOT NULL", name=CALLS)[0][0]
+
+    def create(self, work: Work) -> None:
+        work.run(
+            f"CREATE TABLE IF NOT EXISTS {CALLS} (number bigint GENERATED ALWAYS AS IDENTITY"
+            " PRIMARY KEY, call_id text NOT NULL, session_id text NOT NULL, at double precision"
+            " NOT NULL, undoes text)"
+        )
+        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
+        work.run(
+            f"CREATE TABLE IF NOT EXISTS {ROWS} (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY"
+            f" KEY, of_call bigint NOT NULL REFERENCES {CALLS}, row_table text NOT NULL, row_key"
+            " text, row_before text, row_after text)"
+        )
+        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
+        work.run(_KEPT)
+        for function in _FUNCTIONS:
+            work.run(function.replace("{schema}", self._schema(work)))
+
+    def _schema(self, work: Work) -> str:
+        found = work.ask(
+            "SELECT quote_ident(n.nspname) FROM pg_class c JOIN pg_namespace n ON n.oid ="
+            " c.relnamespace WHERE c.oid = to_regclass(:name)",
+            name=CALLS,
+        )
+        return found[0][0]
+
+    def tables(self, work: Work) -> list[str]:
+        found = work.ask(
+            "SELECT CAST(CAST(c.oid AS regclass) AS text) FROM pg_class c JOIN pg_namespace n ON"
+            " n.oid = c.relnamespace WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND"
+            " n.nspname NOT IN ('pg_catalog', 'information_schema') AND c.oid NOT IN"
+            " (to_regclass(:calls), to_regclass(:rows), to_regclass(:kept))",
+            calls=CALLS,
+            rows=ROWS,
+            kept=KEPT,
+        )
+        return [name for (name,) in found]
+
+    def named(self, work: Work, table: str) -> str:
+        found = work.ask("SELECT CAST(to_regclass(:name) AS text)", name=table)[0][0]
+        if found is None:
+            found = work.ask("SELECT CAST(to_regclass(quote_ident(:n)) AS text)", n=table)[0][0]
+        if found is None:
+            raise LookupError(table)
+        return found
+
+    def table(self, work: Work, name: str) -> Table:
+        name = self.named(work, name)
+        # In full: a table can have the name of a type, such as ``line``.
+        sql = work.ask(
+            "SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON"
+            " n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)",
+            name=name,
+        )[0][0]
+        found = work.ask(
+            "SELECT a.attname, format_type(a.atttypid, a.atttypmod), coalesce(array_position("
+            "CAST(i.indkey AS int2[]), a.attnum) + 1, 0), a.attgenerated <> '', a.attidentity = 'a'"
+            " FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND"
+            " i.indisprimary WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 AND NOT"
+            " a.attisdropped ORDER BY a.attnum",
+            name=name,
+        )
+        columns = [
+            Column(name=name, type=kind, key=key, is_generated=generated, is_always_identity=always)
+            for name, kind, key, generated, always in found
+        ]
+        return Table(name, sql, columns)
+
+    def recorded(self, work: Work) -> dict[str, bool]:
+        found = work.ask(
+            "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
+            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed')"
+        )
+        return {str(table): bool(rows) for table, rows in found}
+
+    def record(self, work: Work, table: Table) -> None:
+        self._drop(work, table.name)
+        key = [each.name for each in table.key]
+        arguments = ", ".join(map(_text, [table.name, *key]))
+        work.run(
+            f"CREATE TRIGGER wink_row AFTER INSERT OR UPDATE OR DELETE ON {table.sql} FOR EACH ROW"
+            f" EXECUTE FUNCTION {self._schema(work)}.wink_note_row({arguments})"
+        )
+
+    def mention(self, work: Work, table: str) -> None:
+        self._drop(work, table)
+        for name, events, what in (
+            ("new", "INSERT", _NEW),
+            ("changed", "UPDATE OR DELETE", _CHANGED),
+        ):
+            work.run(
+                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {table} FOR EACH ROW EXECUTE"
+                f" FUNCTION {self._schema(work)}.wink_note_table({_text(table)}, {_text(what)})"
+            )
+
+    def _drop(self, work: Work, table: str) -> None:
+        for name in ("wink_row", "wink_other_new", "wink_other_changed"):
+            work.run(f"DROP TRIGGER IF EXISTS {name} ON {table}")
+
+    def begin(self, work: Work, call_id: str, session: str, undoes: Sequence[str]) -> None:
+        work.ask(
+            f"WITH made AS (INSERT INTO {CALLS} (call_id, session_id, at, undoes) VALUES (:call_id,"
+            " :session, :at, :undoes) RETURNING number) SELECT set_config('wink.call',"
+            " CAST(number AS text), true) FROM made",
+            call_id=call_id,
+            session=session,
+            at=SYSTEM_CLOCK.time(),
+            undoes=json.dumps(undoes) if undoes else None,
+        )
+
+    def finish(self, work: Work) -> None:
+        # A table whose definition is changed stays locked until the end of the transaction.
+        work.run(
+            f"INSERT INTO {ROWS} (of_call, row_table, row_after) SELECT CAST(current_setting("
+            "'wink.call') AS bigint), coalesce(CAST(CAST(c.oid AS regclass) AS text), 'a table that"
+            f" is gone'), '{SCHEMA}' FROM (SELECT DISTINCT relation FROM pg_locks WHERE locktype ="
+            " 'relation' AND pid = pg_backend_pid() AND mode IN ('AccessExclusiveLock',"
+            " 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock')) l LEFT JOIN pg_class c ON"
+            " c.oid = l.relation WHERE c.oid IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
+            " c.relpersistence <> 't')"
+        )
+
+    def image(self, text: str) -> Image:
+        # Numbers as they are written: a float would round them.
+        return json.loads(text, parse_float=_Number, parse_int=_Number)
+
+    def values(self, image: Image) -> Mapping[str, Any]:
+        return {name: _plain(each) for name, each in image.items()}
+
+    def present(self, work: Work, table: Table, key: str, names: Sequence[str]) -> Image | None:
+        where, parameters = self._where(table, key)
+        found = work.ask(
+            f"SELECT CAST(row_to_json(t) AS text) FROM {table.sql} t WHERE {where}", **parameters
+        )
+        if not found:
+            return None
+        image = self.image(found[0][0])
+        return {name: image[name] for name in names}
+
+    def insert(self, work: Work, table: Table, row: Planned) -> None:
+        assert row.target is not None
+        columns = [_quoted(each.name) for each in table.settable(row.target, new=True)]
+        names, values = ", ".join(columns), ", ".join(f"r.{each}" for each in columns)
+        work.ask(
+            f"INSERT INTO {table.sql} ({names}) OVERRIDING SYSTEM VALUE SELECT {values} FROM"
+            f" json_populate_record(CAST(NULL AS {table.sql}), CAST(:image AS json)) r",
+            image=row.text,
+        )
+
+    def update(self, work: Work, table: Table, row: Planned) -> None:
+        assert row.target is not None
+        columns = [_quoted(each.name) for each in table.settable(row.target, new=False)]
+        names, values = ", ".join(columns), ", ".join(f"r.{each}" for each in columns)
+        where, parameters = self._where(table, row.key)
+        work.ask(
+            f"UPDATE {table.sql} t SET ({names}) = (SELECT {values} FROM json_populate_record("
+            f"CAST(NULL AS {table.sql}), CAST(:image AS json)) r) WHERE {where}",
+            image=row.text,
+            **parameters,
+        )
+
+    def delete(self, work: Work, table: Table, row: Planned) -> None:
+        where, parameters = self._where(table, row.key)
+        work.ask(f"DELETE FROM {table.sql} t WHERE {where}", **parameters)
+
+    def _where(self, table: Table, key: str) -> tuple[str, dict[str, Any]]:
+        where = [
+            f"t.{_quoted(each.name)} = CAST(CAST(:k{n} AS text) AS {each.type})"
+            for n, each in enumerate(table.key)
+        ]
+        return " AND ".join(where), {f"k{n}": each for n, each in enumerate(json.loads(key))}
+
+    def defer(self, work: Work) -> Set[str]:
+        work.run("SET CONSTRAINTS ALL DEFERRED")
+        return set()
+
+    def check(self, work: Work) -> Set[str]:
+        work.run("SET CONSTRAINTS ALL IMMEDIATE")
+        return set()
+
+
+class _Number(str):
+    """A number as it was written."""
+
+    __slots__ = ()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Number):
+        try:
+            return int(value)
+        except ValueError:
+            return float(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}  # pyright: ignore
+    return value
