@@ -47,9 +47,11 @@ class Provider:
 
 
 _OPENAI = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
+_ANTHROPIC = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL")
 PROVIDERS = {
     "openai": Provider("openai:NAME", "openai", _OPENAI),
     "openai-responses": Provider("openai-responses:NAME", "openai", _OPENAI),
+    "anthropic": Provider("anthropic:NAME", "anthropic", _ANTHROPIC, has_temperature=False),
     "litellm": Provider("litellm:PROVIDER/NAME", "litellm"),
     "claude": Provider("claude[:NAME]", "claude-agent-sdk", _CLAUDE_KEYS[:2], False),
     "local": Provider("local[:FILE.gguf]", "local"),
@@ -106,6 +108,8 @@ def _adapter(
             return adapters.OpenAIAdapter(name, options=options)
         case "openai-responses":
             return adapters.OpenAIAdapter(name, api="responses", options=options)
+        case "anthropic":
+            return adapters.AnthropicAdapter(name)
         case "litellm":
             return adapters.LiteLLMAdapter(name, options=options)
         case "claude":
