@@ -237,6 +237,28 @@ def test_an_edit_in_a_directory_that_replaced_another_costs_no_other_file(
         assert named(told, "src/f0")
 
 
+@pytest.mark.parametrize("way", BACK)
+@pytest.mark.parametrize("moved", MOVED)
+def test_a_file_made_where_a_directory_was_costs_nothing_of_what_that_replaced(
+    fs: HostFilesystem, root: Path, moved: Act, way: str
+):
+    put(root / "src/deep/two", "another\n")
+    call(fs, "c0", lambda view: view.write("first", "x"))
+    before = contents(root)
+    call(fs, "c1", lambda view: moved(view, root))
+    put(root / "lib/deep/two", "a person's")
+
+    told = go_back(fs, way, "c1")
+
+    now = contents(root)
+    assert now.pop("lib/deep/two")[2] == b"a person's"
+    del before["lib/deep/two"]
+    assert now == before
+    assert named(told, "lib/deep/two")
+    place = next(each for each in told if "lib/deep/two" in each).rpartition(" is in ")[2]
+    assert Path(place).read_text() == "two\n"
+
+
 @pytest.mark.parametrize("moved", MOVED)
 def test_force_restores_what_a_moved_directory_had_replaced_though_it_is_gone(
     fs: HostFilesystem, root: Path, moved: Act
