@@ -331,9 +331,10 @@ class Work:
         """What was replaced comes back when that is undone."""
         after, linked = self.state(), self.linked()
         if after != now:
-            assert self.fs.undo(self.entries[-1].id) == ()
+            forced = self.entries[-1]
+            assert self.fs.undo(forced.id) == ()
             assert self.state() == now
-            self._note(after, linked)
+            self._note(after, linked, tuple(two[::-1] for two in forced.moves[::-1]))
 
     def undo_one(self, number: int) -> None:
         """Undo one entry; the later ones stay."""
@@ -578,8 +579,16 @@ EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS = [
     ("person", "write", "d/in/c"),
     ("undo", 0, "revert"),
 ]
+A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY = [
+    FIRST,
+    ("call", "api", ("delete", "d/in/c")),
+    ("call", "api", ("delete", "d")),
+    ("person", "write", "d/in/c"),
+    ("undo", 1, "rewind"),
+]
 
 
+@example(A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY, "disk")
 @example(FILES_MADE_WHERE_A_MOVED_DIRECTORY_WAS, "tmpfs")
 @example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS_MOVED_AWAY, "disk")
 @example(EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS, "tmpfs")

@@ -507,7 +507,9 @@ class _Undo:
         """Whether a path is not to be touched, because of an edit there or above it."""
         if parts in one.changed or parts in self._left:
             return True
-        if parts in one.undone or not is_below(parts, self._left):
+        if parts in one.undone:
+            return False
+        if not is_below(parts, self._left) and not is_below(parts, self._shared):
             return False
         return not is_same(one.delta.after.get(parts), Disk(self.changes.tree), parts)
 
