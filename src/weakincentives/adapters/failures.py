@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
@@ -95,8 +95,8 @@ class Provider:
     where_the_key_is: str
     secrets: object = ()
     """Addresses, headers and options that are sent; anything secret in them is never shown."""
-    library: Literal["openai", "anthropic"] = "openai"
-    """The client library, which is loaded when it is used."""
+    library: str = "openai"
+    """The package of the client library, which is loaded when it is used."""
 
     @property
     def _client(self) -> Any:
@@ -108,7 +108,7 @@ class Provider:
         The library's own error is not chained: it holds the request, and so the key.
         """
         client = self._client
-        any_error = client.OpenAIError if self.library == "openai" else client.AnthropicError
+        any_error = getattr(client, "OpenAIError", None) or client.AnthropicError
         try:
             return await work
         except ProviderError:
