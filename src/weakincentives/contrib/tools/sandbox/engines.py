@@ -46,6 +46,7 @@ from weakincentives.contrib.tools.sandbox.limits import (
     new_name,
     remove_cgroups,
 )
+from weakincentives.contrib.tools.sandbox.seatbelt import Rules
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
 from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
 from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
@@ -74,7 +75,7 @@ if sys.platform == "linux":
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
 
-EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
+EngineName = Literal["podman", "bubblewrap", "namespaces", "seatbelt", "none"]
 
 TOLD = 20
 """How many limits and denied connections a result names."""
@@ -160,6 +161,9 @@ class Engine(ABC):
     name: EngineName
     has_proxy = False
     """Whether commands can reach hosts through our proxy."""
+    trial = 'test -w . && test ! -e "$0"'
+    """A command that succeeds in the sandbox only: its directory can be written, and is not to be
+    seen by its name outside."""
 
     def missing(self) -> str | None:
         """Return why it cannot work here, if that is known without a trial."""
@@ -667,6 +671,44 @@ def _binds(mounts: Sequence[Mount]) -> Iterator[str]:
             yield f"--mount={line.getvalue().strip()}"
 
 
+class Seatbelt(Engine):
+    """Confines commands on macOS, by a profile: nobody has run it there yet."""
+
+    name = "seatbelt"
+    trial = 'test -w . && ! touch "$0/../wink-trial"'
+
+    def __init__(self, kit: SystemFiles) -> None:
+        self.kit = kit
+
+    def missing(self) -> str | None:
+        return None if sys.platform == "darwin" else "it needs macOS"
+
+    @contextmanager
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
+        root, project = str(command.workspace), command.project
+        with self.kit.folder() as folder:
+            scratch = folder / "scratch"
+            scratch.mkdir()
+            rules = Rules(
+                workspace=root,
+                scratch=str(scratch),
+                readable=[
+                    str(folder),
+                    *(path for kind, path, _ in project.mounts if kind == "read"),
+                ],
+                writable=project.writable,
+                read_only=[f"{root}/{path}" for path in command.read_only],
+                hidden=[*(f"{root}/{path}" for path in command.hidden), *project.covered],
+            )
+            _write(folder / "profile", rules.profile().encode())
+            own = {"HOME": str(scratch), "TMPDIR": str(scratch)}
+            _, script, _ = self.kit.environment(
+                replace(command, env={**own, **command.env}), folder
+            )
+            shell = ["/bin/sh", "-c", '. "$0"; exec "$@"', script, *command.argv]
+            yield Launch(rules.arguments(str(folder / "profile"), shell), _outside())
+
+
 class Unconfined(Engine):
     """No sandbox: used only when asked for by name."""
 
@@ -755,7 +797,7 @@ class Sandbox:
         """
         words = Command.of(argv).argv
         project = self.environment(fs.root, fs.store)
-        if not real_path and self.name != "none":
+        if not real_path and self.name not in ("seatbelt", "none"):
             project = replace(project, places=(WORKSPACE,))
         inside = str(PurePosixPath(project.places[0], fs.normalize(cwd)))
         own = _checked(env or {})
@@ -815,8 +857,7 @@ class Sandbox:
         if self.settings.network != "off" and not self.engine.has_proxy:
             return "it cannot let commands reach a list of hosts; namespaces can"
         with tempfile.TemporaryDirectory(prefix="wink-") as folder:
-            # It works if the command can write there, and cannot see it by its own name.
-            test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
+            test = ["/bin/sh", "-c", self.engine.trial, folder]
             command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
             try:
                 with self.engine.wrapped(command) as launch:
@@ -888,8 +929,10 @@ def find_sandbox(
             raise FileNotFoundError(
                 errno.ENOENT, "no such directory to show in the sandbox", str(path)
             )
-    if settings.engine != "none" and sys.platform != "linux":
-        raise _unavailable(f"sandboxes need Linux, this is {sys.platform}")
+    if settings.engine not in ("none", "seatbelt") and sys.platform != "linux":
+        own = "; 'seatbelt' is for macOS, but has not been run there yet: try it with care"
+        has_own = own if sys.platform == "darwin" else ""
+        raise _unavailable(f"sandboxes need Linux, this is {sys.platform}{has_own}")
     python, base = "python3", ()
     if settings.image is None and is_missing(python):
         python, base = os.path.realpath(sys.executable), (sys.base_prefix,)
@@ -919,5 +962,7 @@ def _engines(settings: SandboxSettings, read_only: Sequence[str]) -> list[Engine
     kit = SystemFiles(read_only)
     podman = Podman(kit, settings.image)
     has_image = settings.image is not None
+    if settings.engine == "seatbelt":
+        return [Seatbelt(kit)]
     engines = [podman] if has_image else [Namespaces(kit), Bubblewrap(kit), podman]
     return [each for each in engines if settings.engine in ("auto", each.name)]

@@ -442,6 +442,7 @@ _IN = {
     "podman": "Commands run in a container (podman).",
     "bubblewrap": "Commands run in a sandbox (bubblewrap).",
     "namespaces": "Commands run in a sandbox (namespaces).",
+    "seatbelt": "Commands run in a sandbox (seatbelt).",
     "none": "Commands run without a sandbox: they can reach everything, so be careful.",
 }
 
