@@ -507,7 +507,9 @@ class _Undo:
         """Whether a path is not to be touched, because of an edit there or above it."""
         if parts in one.changed or parts in self._left:
             return True
-        if parts in one.undone or not is_below(parts, self._left):
+        if parts in one.undone:
+            return False
+        if not is_below(parts, self._left) and not is_below(parts, self._shared):
             return False
         return not is_same(one.delta.after.get(parts), Disk(self.changes.tree), parts)
 
@@ -581,6 +583,13 @@ class _Undo:
                     pending.append((source, target))
                 elif self._is_copy(self.changes.tree, source, target):
                     self._remove(source)
+                elif moved in one.removed and not self._is_newer(source, one):
+                    # What was replaced at the new path comes back there.
+                    store = self.changes.store
+                    staged = store.fresh()
+                    copy_exactly(self.changes.tree, source, store.tree, (staged,))
+                    self._remove(source)
+                    self._leave(target, one, partial(_copy_from, store.tx, (staged,)))
                 else:
                     self._leave(target, one)
                     self.sentences.append(
@@ -592,6 +601,12 @@ class _Undo:
                 self._remove(here)
             else:
                 self._left.add(here)
+
+    def _is_newer(self, top: Parts, one: _OneCall) -> bool:
+        """Whether a file at or below a path was changed after a call was committed."""
+        moment = self.history.moment(one.delta.committed.serial)
+        found = (status for _, status in self.changes.tree.walk(top))
+        return any(not stat.S_ISDIR(each.st_mode) and each.st_mtime_ns > moment for each in found)
 
     def _restore_moved(
         self, record: Record, origin: Parts, one: _OneCall, *, is_free: bool

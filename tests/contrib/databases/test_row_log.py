@@ -392,6 +392,33 @@ def _statement(chance: random.Random) -> str:
     )
 
 
+def test_rows_are_the_same_whatever_the_connection_has_set(
+    tmp_path: Path, request: pytest.FixtureRequest
+):
+    """Zone, intervals, bytes and floats are written otherwise in the call and in the undo."""
+    world = make("sql-postgres", tmp_path, request)
+    world.person(
+        "CREATE TABLE visit (at timestamptz PRIMARY KEY, until timestamptz, data bytea, took"
+        " interval, share float8)",
+        "INSERT INTO visit VALUES ('2026-01-01 12:00+00', '2026-01-02 12:00+00', 'a', '1 hour', 1)",
+    )
+    world.database.track("visit")
+    before = world.rows("visit")
+    called = world.call(
+        "SET LOCAL TimeZone = 'Asia/Tokyo'",
+        "SET LOCAL bytea_output = 'escape'",
+        "SET LOCAL IntervalStyle = 'iso_8601'",
+        "SET LOCAL extra_float_digits = 0",
+        "UPDATE visit SET until = now(), data = '\\x00ff', took = '1 day 2 hours', share ="
+        " 0.1::float8 + 0.2",
+        "INSERT INTO visit VALUES ('2026-02-01 12:00+00', now(), 'b', '-3 days 1 hour', 1.0 / 3)",
+    )
+
+    assert world.database.undo([called]).notes == ()
+    assert world.rows("visit") == before
+    world.database.close()
+
+
 def _broken(rows: dict[tuple[str, tuple[Any, ...]], dict[str, Any]]) -> bool:
     """Whether rows break a foreign key or a unique column."""
     codes = [row["code"] for (table, _), row in rows.items() if table == "invoice"]
