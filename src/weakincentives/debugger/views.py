@@ -265,7 +265,7 @@ class Views:
         changes = [] if commit is None else self.contents.changes(joined.versions, commit)
         return {
             **row,
-            **_details(replace(placed.call, record=record)),
+            **_page_of(replace(placed.call, record=record)),
             "text": _text_of_turn(records, row["turn"]),
             "result": _shown(record, None if answer is None else records.fields(answer)),
             "changes": changes,
@@ -613,7 +613,7 @@ def _row(placed: Placed, joined: RunCalls) -> Json:
 # One call
 
 
-def _details(call: Call) -> Json:
+def _page_of(call: Call) -> Json:
     """Return what the page shows of a call with its whole record."""
     details = call.details
     notes, failure = [str(each) for each in details["notes"]], details["failure"]

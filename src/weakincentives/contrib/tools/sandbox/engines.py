@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.sandbox.environment import (
@@ -47,7 +47,7 @@ from weakincentives.contrib.tools.sandbox.limits import (
     remove_cgroups,
 )
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
-from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
+from weakincentives.contrib.tools.sandbox.settings import EngineName, SandboxChoice, SandboxSettings
 from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
 from weakincentives.errors import (
     CommandFailed,
@@ -73,8 +73,6 @@ if sys.platform == "linux":
     from weakincentives.contrib.tools.sandbox.launcher import hidden_in
 if TYPE_CHECKING:
     from weakincentives.contrib.tools.outbound import CommandProxy
-
-EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
 TOLD = 20
 """How many limits and denied connections a result names."""
@@ -158,8 +156,16 @@ class Engine(ABC):
     """A program, or a feature of the kernel, that confines commands."""
 
     name: EngineName
+    told: str
+    """What the model is told about its commands."""
     has_proxy = False
     """Whether commands can reach hosts through our proxy."""
+    runs_images = False
+    """Whether commands can run in an image."""
+
+    def __init__(self, kit: SystemFiles, image: str | None = None) -> None:
+        self.kit = kit
+        self.image = image
 
     def missing(self) -> str | None:
         """Return why it cannot work here, if that is known without a trial."""
@@ -393,9 +399,7 @@ class Bubblewrap(Engine):
     """Confines commands with ``bwrap``."""
 
     name = "bubblewrap"
-
-    def __init__(self, kit: SystemFiles) -> None:
-        self.kit = kit
+    told = "Commands run in a sandbox (bubblewrap)."
 
     def missing(self) -> str | None:
         return is_missing("bwrap") or is_missing("prlimit") or is_missing("setpriv")
@@ -459,10 +463,11 @@ class Namespaces(Engine):
     """Confines commands with a program of our own; it needs Linux 5.12 and nothing else."""
 
     name = "namespaces"
+    told = "Commands run in a sandbox (namespaces)."
     has_proxy = True
 
-    def __init__(self, kit: SystemFiles) -> None:
-        self.kit = kit
+    def __init__(self, kit: SystemFiles, image: str | None = None) -> None:
+        super().__init__(kit, image)
         self._rules = kit.filter.read_bytes()
         self._zygotes: dict[SandboxLimits, Zygotes] = {}
 
@@ -530,10 +535,8 @@ class Podman(Engine):
     """
 
     name = "podman"
-
-    def __init__(self, kit: SystemFiles, image: str | None) -> None:
-        self.kit = kit
-        self.image = image
+    told = "Commands run in a container (podman)."
+    runs_images = True
 
     @cached_property
     def _profile(self) -> Path:
@@ -671,10 +674,18 @@ class Unconfined(Engine):
     """No sandbox: used only when asked for by name."""
 
     name = "none"
+    told = "Commands run without a sandbox: they can reach everything, so be careful."
+
+    def __init__(self) -> None:
+        """It needs no files."""
 
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
         yield Launch(command.argv, command.env, watched=True)
+
+
+ENGINES: tuple[type[Engine], ...] = (Namespaces, Bubblewrap, Podman)
+"""The only list of engines, the fastest first. Without one: ``Unconfined``."""
 
 
 # The sandbox
@@ -917,7 +928,8 @@ def _engines(settings: SandboxSettings, read_only: Sequence[str]) -> list[Engine
     if settings.engine == "none":
         return [Unconfined()]
     kit = SystemFiles(read_only)
-    podman = Podman(kit, settings.image)
-    has_image = settings.image is not None
-    engines = [podman] if has_image else [Namespaces(kit), Bubblewrap(kit), podman]
-    return [each for each in engines if settings.engine in ("auto", each.name)]
+    return [
+        engine(kit, settings.image)
+        for engine in ENGINES
+        if settings.engine in ("auto", engine.name) and (engine.runs_images or not settings.image)
+    ]

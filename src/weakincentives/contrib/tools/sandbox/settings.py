@@ -11,7 +11,9 @@ from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
 from weakincentives.state import WITHHELD
 
-SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
+EngineName = Literal["namespaces", "bubblewrap", "podman", "none"]
+"""The engines, the fastest first; ``"none"`` runs commands without any."""
+SandboxChoice = Literal["auto", EngineName]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
