@@ -211,6 +211,31 @@ MOVED = ways("rm -rf src && mv lib src", lambda view: view.move("lib", "src", ov
 
 
 @pytest.mark.parametrize("way", BACK)
+@pytest.mark.parametrize("remove", REMOVED)
+def test_a_file_made_again_is_not_lost_if_an_earlier_call_had_removed_it(
+    fs: HostFilesystem, root: Path, remove: Act, way: str, request: pytest.FixtureRequest
+):
+    call(fs, "c0", lambda view: view.write("first", "x"))
+    before = contents(root)
+    call(fs, "c1", lambda view: view.delete("src/f1"))
+    call(fs, "c2", lambda view: remove(view, root))
+    put(root / "src/f1", "a person's")
+
+    # What a program removed is known file by file, and so is the edit.
+    is_refused = way == "undo" and "program" in request.node.name
+    if is_refused:
+        with pytest.raises(UndoRefused):
+            fs.undo("c1", "c2")
+    told = go_back(fs, "rewind" if is_refused else way, "c1", "c2")
+
+    now = contents(root)
+    assert now.pop("src/f1")[2] == b"a person's"
+    del before["src/f1"]
+    assert now == before
+    assert named(told, "src/f1")
+
+
+@pytest.mark.parametrize("way", BACK)
 @pytest.mark.parametrize("replace", [*REPLACED, *MOVED])
 def test_an_edit_in_a_directory_that_replaced_another_costs_no_other_file(
     fs: HostFilesystem, root: Path, replace: Act, way: str, request: pytest.FixtureRequest
@@ -235,6 +260,28 @@ def test_an_edit_in_a_directory_that_replaced_another_costs_no_other_file(
     assert {path: seen for path, seen in now.items() if path not in theirs} == expected
     if "src/f0" in theirs:  # else it went back with the directory that it was put into
         assert named(told, "src/f0")
+
+
+@pytest.mark.parametrize("way", BACK)
+@pytest.mark.parametrize("moved", MOVED)
+def test_a_file_made_where_a_directory_was_costs_nothing_of_what_that_replaced(
+    fs: HostFilesystem, root: Path, moved: Act, way: str
+):
+    put(root / "src/deep/two", "another\n")
+    call(fs, "c0", lambda view: view.write("first", "x"))
+    before = contents(root)
+    call(fs, "c1", lambda view: moved(view, root))
+    put(root / "lib/deep/two", "a person's")
+
+    told = go_back(fs, way, "c1")
+
+    now = contents(root)
+    assert now.pop("lib/deep/two")[2] == b"a person's"
+    del before["lib/deep/two"]
+    assert now == before
+    assert named(told, "lib/deep/two")
+    place = next(each for each in told if "lib/deep/two" in each).rpartition(" is in ")[2]
+    assert Path(place).read_text() == "two\n"
 
 
 @pytest.mark.parametrize("moved", MOVED)

@@ -107,7 +107,7 @@ def test_a_client_reads_files_and_what_calls_have_changed(project: Path, mode: M
     with HostFilesystem(project) as files:
         names, read, empty, diffs, new = use(workspace(files), work, mode)
 
-    assert names == ["read_history", "read_diff", "README.md", "empty.txt", "src/app.py"]
+    assert names == ["history", "history", "README.md", "empty.txt", "src/app.py"]
     assert (read.text, read.mime_type) == ("port = 80\n", "text/x-python")
     assert (empty, new) == ("", "hello\n")
     assert diffs[0] == diffs[1]
@@ -146,6 +146,26 @@ def test_reading_a_file_is_a_call_under_the_policies_of_read_file(project: Path)
     assert "missing.txt" in said[1]
     records = server.session[ToolInvoked].all()
     assert [record.success for record in records] == [False] * len(records)
+
+
+def test_what_may_not_be_seen_in_the_history_is_in_no_resource_either(project: Path):
+    class NoHistory:
+        def check(self, tool_name: str, params: Any, context: Any) -> str | None:
+            return f"not {params.call_id}" if tool_name == "history" else None
+
+    async def work(client: Client) -> list[str]:
+        said: list[str] = []
+        for uri in ("wink://history", "wink://diff", "wink://calls/c1/diff"):
+            with pytest.raises(MCPError) as caught:
+                await client.read_resource(uri)
+            said.append(caught.value.message)
+        return said
+
+    with HostFilesystem(project) as files:
+        template = PromptTemplate(resources={Filesystem: files}, policies=[NoHistory()])
+        said = use(McpServer(Prompt(template)), work)
+
+    assert said == ["not None", "not None", "not c1"]
 
 
 def test_files_are_offered_only_where_a_model_may_read_them(project: Path):

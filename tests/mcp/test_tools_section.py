@@ -799,6 +799,15 @@ def test_a_server_that_does_not_let_us_in_says_what_to_look_at(remote: Remote):
         McpToolsSection(server=remote.server.url)
 
 
+def test_a_key_in_an_address_is_in_no_log(remote: Remote, caplog: pytest.LogCaptureFixture):
+    server = HttpServer(f"{remote.server.url}?key=sesame", remote.server.headers)
+    with caplog.at_level("DEBUG"), McpToolsSection(server=server) as section:
+        assert wink.ToolRegistry(section.tools).execute("add", {"a": 1, "b": 2}).success
+
+    assert remote.server.url in caplog.text
+    assert "sesame" not in caplog.text
+
+
 # Tools that change
 
 
@@ -840,11 +849,16 @@ def test_newer_servers_are_asked_to_tell_of_changes():
 
 @pytest.mark.heavy
 def test_a_server_that_does_not_say_which_tools_it_has_now_does_not_hold_up_the_end(log: Path):
-    with McpToolsSection(server=raw("--log", log, "--start", "deaf-to-lists")) as section:
+    section = McpToolsSection(server=raw("--log", log, "--start", "deaf-to-lists"))
+    with section:
+        section.connection.start_timeout = 0.5
         registry = wink.ToolRegistry(section.tools)
-        assert registry.execute("grow").success
-        assert registry.execute("echo").success
         before = section.tools
+        assert registry.execute("grow").success
+        refused = registry.execute("echo")
+        assert refused.failure is not None
+        assert refused.failure.code == "TIMEOUT"
+        assert "changed its tools, and does not list them" in refused.message
     assert section.tools is before
     assert not is_alive(_started(log)[0])
 
@@ -866,7 +880,6 @@ def test_a_tool_that_is_described_otherwise_needs_a_new_approval(follow_changes:
     section = McpToolsSection(server=raw(), follow_changes=follow_changes)
     with wink.ToolRegistry.from_section(section) as tools:
         assert tools.execute("turn").success
-        until(lambda: not tools.execute("echo", {"text_": "keys"}).success)
 
         refused = tools.execute("echo", {"text_": "keys"})
         assert refused.failure is not None

@@ -7,12 +7,21 @@ loop and a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -307,6 +316,7 @@ class _Runner:
 
     async def request(self, ask: Callable[[Client], Awaitable[T]], caller: PendingCall | None) -> T:
         link = await self._linked()
+        await link.wait_for_tools()
         try:
             with self._connection.requests.during(caller):
                 return await ask(link.client)
@@ -378,6 +388,9 @@ class _Link:
         self._refusal = ""
         self._wake = asyncio.Event()
         """Set when the session ends, or when the server's tools have changed."""
+        self._is_current = asyncio.Event()
+        """Set unless the server's tools have changed and were not listed since."""
+        self._is_current.set()
         self._was_closed = self._ending = False
         self._is_unknown = False
         """Whether the server does not know our session any more."""
@@ -410,6 +423,17 @@ class _Link:
     def publish_tools(self) -> None:
         if self._connection.on_tools is not None:
             self._connection.on_tools(self.tools)
+
+    async def wait_for_tools(self) -> None:
+        """Wait until the tools are known that the server has now."""
+        try:
+            async with asyncio.timeout(self._connection.start_timeout):
+                await self._is_current.wait()
+        except TimeoutError:
+            raise McpServerError(
+                f"The MCP server {self._server} has changed its tools, and does not list them.",
+                code=TIMEOUT,
+            ) from None
 
     async def end(self, *, kill: bool = False) -> None:
         self._was_closed = True
@@ -488,7 +512,7 @@ class _Link:
             elif not self._ending:
                 _logger.warning("an MCP server is lost: %s", self._server, exc_info=error)
         finally:
-            self._ending = True
+            self._lose()
 
     async def _check_answer(self, name: str, result: types.CallToolResult) -> None:
         """Raise ValueError if an answer does not match the tool's output schema."""
@@ -522,6 +546,11 @@ class _Link:
     def _lose(self) -> None:
         self._ending = True
         self._wake.set()
+        self._is_current.set()
+
+    def _note_change(self) -> None:
+        self._is_current.clear()
+        self._wake.set()
 
     def _auth(self) -> httpx2.Auth | None:
         auth = self._connection.auth
@@ -550,7 +579,7 @@ class _Link:
         from mcp import types
 
         if isinstance(message, types.ToolListChangedNotification):
-            self._wake.set()  # listed elsewhere: while this runs, no answer is received
+            self._note_change()  # listed elsewhere: while this runs, no answer is received
 
     async def _stay(self) -> None:
         """Wait for the end; meanwhile list the tools again when they change."""
@@ -563,6 +592,8 @@ class _Link:
                     return
                 self.tools = await _listed(self.client)
                 self.publish_tools()
+                if not self._wake.is_set():
+                    self._is_current.set()
         finally:
             subscription.cancel()
             await asyncio.wait([subscription])
@@ -578,7 +609,7 @@ class _Link:
         with suppress(ListenNotSupportedError, SubscriptionLost, MCPError):
             async with self.client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
-                    self._wake.set()
+                    self._note_change()
 
     def _not_started(self, error: BaseException) -> McpServerError:
         from mcp import MCPError, types
@@ -628,16 +659,39 @@ async def _over_http(
 
     # No limit for answers: calls have timeouts of their own.
     timeout = httpx2.Timeout(30.0, read=None)
-    async with (
-        httpx2.AsyncClient(
-            headers=dict(server.headers),
-            timeout=timeout,
-            event_hooks={"response": [look]},
-            auth=auth,
-        ) as client,
-        streamable_http_client(server.url, http_client=client) as streams,
-    ):
-        yield streams
+    with _logged_as(str(server), server.url, str(httpx2.URL(server.url))):
+        async with (
+            httpx2.AsyncClient(
+                headers=dict(server.headers),
+                timeout=timeout,
+                event_hooks={"response": [look]},
+                auth=auth,
+            ) as client,
+            streamable_http_client(server.url, http_client=client) as streams,
+        ):
+            yield streams
+
+
+@contextmanager
+def _logged_as(shown: str, *addresses: str) -> Generator[None]:
+    """Keep what may be secret in an address out of the logs of other packages."""
+
+    def hide(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        for address in addresses:
+            if address != shown and address in text:
+                text = text.replace(address, shown)
+                record.msg, record.args = text, ()
+        return True
+
+    loggers = [logging.getLogger(name) for name in ("httpx2", "mcp.client.streamable_http")]
+    for each in loggers:
+        each.addFilter(hide)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(hide)
 
 
 def _first_error(schema: Mapping[str, Any], value: object) -> str:

@@ -134,11 +134,6 @@ class History:
         return self.diff or "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class DiffParams:
-    call_id: str
-
-
 @dataclass(slots=True)
 class _Point:
     """The state before a call, except files on disk: those have a history of their own."""
@@ -298,24 +293,24 @@ class UndoTools:
 
     @property
     def resources(self) -> tuple[McpResource, ...]:
-        """The history and its diffs, for clients to read."""
-        history = Tool[None, History](
-            name="read_history",
+        """The history and its diffs, for clients to read: under the policies of ``history``."""
+        history = Tool[HistoryParams, History](
+            name="history",
             title="History",
             description="The last calls and the files they changed.",
             handler=self._read_history,
             reach="read",
         )
-        diff = Tool[None, None](
-            name="read_diff",
+        diff = Tool[HistoryParams, None](
+            name="history",
             title="Changes",
             description="What the calls of this session changed in files and was not undone.",
             handler=self._read_diff,
             reach="read",
             max_result_chars=None,
         )
-        one = Tool[DiffParams, None](
-            name="read_call_diff",
+        one = Tool[HistoryParams, None](
+            name="history",
             title="Changes of a call",
             description="What one call changed in files.",
             handler=self._read_call_diff,
@@ -343,17 +338,17 @@ class UndoTools:
 
     # The tools
 
-    def _read_history(self, params: None, *, context: ToolContext) -> ToolResult[History]:
+    def _read_history(self, params: HistoryParams, *, context: ToolContext) -> ToolResult[History]:
         return self._history(HistoryParams(limit=100), context=context)
 
-    def _read_diff(self, params: None, *, context: ToolContext) -> ToolResult[None]:
+    def _read_diff(self, params: HistoryParams, *, context: ToolContext) -> ToolResult[None]:
         past = _Past(context)
         standing = [each.call_id for each in past.standing() if each.call_id in past.paths]
         diffs = [] if past.files is None else [past.files.diff(each) for each in reversed(standing)]
         return ToolResult.ok(None, "".join(diffs))
 
-    def _read_call_diff(self, params: DiffParams, *, context: ToolContext) -> ToolResult[None]:
-        found = self._history(HistoryParams(call_id=params.call_id), context=context)
+    def _read_call_diff(self, params: HistoryParams, *, context: ToolContext) -> ToolResult[None]:
+        found = self._history(params, context=context)
         if found.value is None:
             return ToolResult.error(found.message)
         return ToolResult.ok(None, found.value.diff)

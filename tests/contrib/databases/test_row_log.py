@@ -262,6 +262,38 @@ def test_what_cannot_be_undone_is_named(world: World):
     assert any("the schema was changed" in each for each in undone.notes)
 
 
+def test_a_table_that_was_made_again_since_is_named(world: World):
+    """As migrations do it: the triggers are gone with the old table."""
+    call = world.call("INSERT INTO customer VALUES ('Ann', 1)")
+    world.person(
+        "CREATE TABLE again (invoice INTEGER, place INTEGER, PRIMARY KEY (invoice, place))",
+        "DROP TABLE line",
+        "ALTER TABLE again RENAME TO line",
+    )
+    lost = world.call("INSERT INTO line VALUES (1, 1)")
+
+    assert [note for note in world.database.undo([lost]).notes if "line are not recorded" in note]
+    world.database.track(*TABLES)
+
+    assert world.database.undo([call]).notes == ()
+
+
+@pytest.mark.parametrize("world", SYNC, indirect=True)
+def test_without_our_tables_a_call_fails_until_they_are_back(world: World):
+    """Someone has dropped them: better no call than one that nobody can undo."""
+    world.person("DROP TABLE wink_row")
+    insert = "INSERT INTO customer VALUES ('Ann', 1)"
+    failed = world.tools.execute("run", {"statements": [insert]})
+    assert not failed.success
+    assert "wink_row" in failed.message
+    assert world.everything() == {}
+
+    world.database.track(*TABLES)
+    world.database.undo([world.call(insert)])
+
+    assert world.everything() == {}
+
+
 def test_every_value_comes_back_exactly(world: World):
     is_sqlite = world.engine.dialect.name == "sqlite"
     kind = "BLOB" if is_sqlite else "BYTEA"
@@ -390,6 +422,33 @@ def _statement(chance: random.Random) -> str:
             f"DELETE FROM line WHERE invoice = {number} AND place = {place}",
         ]
     )
+
+
+def test_rows_are_the_same_whatever_the_connection_has_set(
+    tmp_path: Path, request: pytest.FixtureRequest
+):
+    """Zone, intervals, bytes and floats are written otherwise in the call and in the undo."""
+    world = make("sql-postgres", tmp_path, request)
+    world.person(
+        "CREATE TABLE visit (at timestamptz PRIMARY KEY, until timestamptz, data bytea, took"
+        " interval, share float8)",
+        "INSERT INTO visit VALUES ('2026-01-01 12:00+00', '2026-01-02 12:00+00', 'a', '1 hour', 1)",
+    )
+    world.database.track("visit")
+    before = world.rows("visit")
+    called = world.call(
+        "SET LOCAL TimeZone = 'Asia/Tokyo'",
+        "SET LOCAL bytea_output = 'escape'",
+        "SET LOCAL IntervalStyle = 'iso_8601'",
+        "SET LOCAL extra_float_digits = 0",
+        "UPDATE visit SET until = now(), data = '\\x00ff', took = '1 day 2 hours', share ="
+        " 0.1::float8 + 0.2",
+        "INSERT INTO visit VALUES ('2026-02-01 12:00+00', now(), 'b', '-3 days 1 hour', 1.0 / 3)",
+    )
+
+    assert world.database.undo([called]).notes == ()
+    assert world.rows("visit") == before
+    world.database.close()
 
 
 def _broken(rows: dict[tuple[str, tuple[Any, ...]], dict[str, Any]]) -> bool:

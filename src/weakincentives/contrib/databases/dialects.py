@@ -95,10 +95,11 @@ class SqliteDialect(Dialect):
 
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
-            "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger' AND name LIKE"
-            " 'wink\\_%' ESCAPE '\\'"
+            "SELECT tbl_name, min(name LIKE 'wink\\_row\\_%' ESCAPE '\\') FROM sqlite_master WHERE"
+            " type = 'trigger' AND name LIKE 'wink\\_%' ESCAPE '\\' GROUP BY tbl_name HAVING"
+            f" count(*) = {len(_EVENTS)}"
         )
-        return {table: not name.startswith("wink_other_") for table, name in found}
+        return {table: bool(rows) for table, rows in found}
 
     def record(self, work: Work, table: Table) -> None:
         name = table.name
@@ -259,7 +260,13 @@ def _sqlite_value(literal: str) -> Any:
 
 # PostgreSQL
 
+# A row is the same text whatever the connection that reads it has set: undo compares these texts.
 _FUNCTIONS = """
+CREATE OR REPLACE FUNCTION {schema}.wink_image(given record) RETURNS json LANGUAGE plpgsql STABLE
+    SET TimeZone = 'UTC' SET DateStyle = 'ISO, YMD' SET IntervalStyle = 'postgres'
+    SET bytea_output = 'hex' SET extra_float_digits = 1
+    AS $wink$ BEGIN RETURN row_to_json(given); END $wink$
+""", """
 CREATE OR REPLACE FUNCTION {schema}.wink_note_row() RETURNS trigger LANGUAGE plpgsql AS $wink$
 DECLARE
     call_number text = current_setting('wink.call', true);
@@ -267,12 +274,12 @@ DECLARE
 BEGIN
     IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
     IF TG_OP <> 'INSERT' THEN
-        was = row_to_json(OLD);
+        was = {schema}.wink_image(OLD);
         SELECT json_agg(was ->> name ORDER BY place)::text INTO old_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
     END IF;
     IF TG_OP <> 'DELETE' THEN
-        becomes = row_to_json(NEW);
+        becomes = {schema}.wink_image(NEW);
         SELECT json_agg(becomes ->> name ORDER BY place)::text INTO new_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
     END IF;
@@ -380,7 +387,8 @@ class PostgresDialect(Dialect):
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
             "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
-            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed')"
+            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed') AND tgenabled <>"
+            " 'D'"
         )
         return {str(table): bool(rows) for table, rows in found}
 
@@ -441,7 +449,7 @@ class PostgresDialect(Dialect):
     def present(self, work: Work, table: Table, key: str, names: Sequence[str]) -> Image | None:
         where, parameters = self._where(table, key)
         found = work.ask(
-            f"SELECT CAST(row_to_json(t) AS text) FROM {table.sql} t WHERE {where}", **parameters
+            f"SELECT CAST(wink_image(t) AS text) FROM {table.sql} t WHERE {where}", **parameters
         )
         if not found:
             return None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from weakincentives.filesystem.store import location_of, write_whole
+from weakincentives.filesystem.store import location_of
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
@@ -16,14 +20,19 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-_FILE = "databases.json"
+_FOLDER = "databases"
+"""One file for each database, so that processes that note two at the same time lose neither."""
 
 
 def remember(store: Path, address: Mapping[str, str]) -> None:
     """Note in the state of a workspace that its calls changed a database."""
-    known = _addresses(store)
-    if dict(address) not in known:
-        write_whole(store / _FILE, json.dumps([*known, dict(address)]).encode(), safe=False)
+    data = json.dumps(dict(address), sort_keys=True).encode()
+    place = store / _FOLDER / hashlib.sha256(data).hexdigest()[:32]
+    if not place.exists():
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        staged = place.with_name(f"new-{os.urandom(8).hex()}")
+        staged.write_bytes(data)
+        os.replace(staged, place)
 
 
 def known_databases(workspace: Path) -> Sequence[RowHistory]:
@@ -38,13 +47,20 @@ def known_databases(workspace: Path) -> Sequence[RowHistory]:
 
 
 def _addresses(store: Path) -> list[dict[str, str]]:
-    try:
-        return list(json.loads((store / _FILE).read_bytes()))
-    except FileNotFoundError:
-        return []
-    except ValueError:
-        _logger.warning("%s is damaged: its databases are left out", store / _FILE)
-        return []
+    """Return where the databases are, the one that was noted first first."""
+    found: list[tuple[int, dict[str, str]]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for each in (store / _FOLDER).iterdir():
+            if not _NAMED.fullmatch(each.name):  # being written
+                continue
+            try:
+                found.append((each.stat().st_mtime_ns, dict(json.loads(each.read_bytes()))))
+            except (OSError, ValueError) as error:
+                _logger.warning("%s is damaged: its database is left out: %s", each, error)
+    return [address for _, address in sorted(found, key=lambda each: each[0])]
+
+
+_NAMED = re.compile("[0-9a-f]{32}")
 
 
 def _at(address: Mapping[str, str]) -> Database:
