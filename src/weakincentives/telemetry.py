@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives import events
 from weakincentives.budget import NO_TOKENS, TokenUsage
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
     from weakincentives.prompt.tool import ToolContext
+    from weakincentives.runtime.evaluation import Model
     from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Telemetry", "instrument"]
@@ -293,10 +294,10 @@ class Telemetry:
 
 
 def _model_attributes(context: ToolContext) -> dict[str, str]:
-    adapter = context.adapter
+    adapter = cast("Model | None", context.adapter)
     return {
-        "gen_ai.provider.name": getattr(adapter, "name", ""),
-        "gen_ai.request.model": getattr(adapter, "model", None) or "",
+        "gen_ai.provider.name": "" if adapter is None else adapter.name,
+        "gen_ai.request.model": "" if adapter is None else adapter.model,
         "gen_ai.conversation.id": context.session.session_id,
     }
 

@@ -143,14 +143,14 @@ def test_policies_of_ones_own_are_asked_and_fail_closed(wink: Wink, configured: 
     )  # fmt: skip
     code, said = checked(wink, "read_file", path="boom")
     assert code == 1
-    assert "could not decide: RuntimeError('no idea')" in said
+    assert "could not decide and denies the call: RuntimeError('no idea')" in said
 
 
 def test_nobody_is_asked_for_approval_but_that_they_would_be_is_said(
     wink: Wink,  # noqa: F811
     configured: Path,
 ):
-    code, said = checked(wink, "delete_file", path="no such file")
+    code, said = checked(wink, "delete_file", path="notes.txt")
 
     assert (code, said) == (
         0, "approval: needs approval\ndelete_file is allowed."

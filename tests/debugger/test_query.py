@@ -10,7 +10,7 @@ from scripted import scripted_run
 import weakincentives as wink
 from weakincentives.adapters import calls
 from weakincentives.debugger import query_run
-from weakincentives.debugger.query import SCHEMA, schema_text
+from weakincentives.debugger.query import SCHEMA, Column, schema_text
 from weakincentives.errors import QueryError
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime.calls import Run, open_run
@@ -295,6 +295,18 @@ def test_rows_beyond_the_limit_are_counted_out(project: Path, run: Run):
 def test_the_documentation_has_the_schema():
     """Copy what `wink query --schema` prints."""
     assert f"```sql\n{schema_text()}```" in (DOCS / "debugger.md").read_text()
+
+
+def test_a_column_that_nothing_fills_is_noticed(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """It must not be NULL in every row without a word."""
+    for name, columns in SCHEMA.items():
+        more = (*columns, Column("forgotten", "TEXT", "nothing fills it"))
+        monkeypatch.setitem(SCHEMA, name, more)
+
+        with pytest.raises(KeyError, match="forgotten"):
+            query_run(project, f"select * from {name}")
 
 
 def test_the_columns_of_the_schema_are_those_of_the_tables(project: Path, run: Run):

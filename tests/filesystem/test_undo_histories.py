@@ -285,7 +285,8 @@ class Work:
             for path in differing(each.before, each.after) & self._touched_since(undone[place:])
         }
         moved = {origin for each in undone for origin, _ in each.moves}
-        self._check(after, expected, changed, touched | _stayed(undone, touched), moved, told)
+        touched |= _stayed(undone, touched, after)
+        self._check(after, expected, changed, touched, moved, told)
         edits = {path for each in undone for path in each.touched} & now.keys()
         mine = {line for path in edits if _is_persons(now[path]) for line in _first_line(now[path])}
         kept = {line for found in after.values() for line in _first_line(found)}
@@ -392,18 +393,23 @@ def _is_cause(touched: str, path: str, after: State) -> bool:
     return path == touched or (touched.startswith(f"{path}/") and there is not None)
 
 
-def _stayed(undone: list[Entry], touched: set[str]) -> set[str]:
+def _stayed(undone: list[Entry], touched: set[str], after: State) -> set[str]:
     """Return what cannot be moved back: the person has made something where it was.
 
     It gives way to what the move had replaced.
     """
-    return {
-        f"{path}{each.removeprefix(origin)}"
-        for entry in undone
-        for origin, path in entry.moves
-        for each in touched
-        if each.startswith(f"{origin}/") and path not in entry.before
-    }
+    found: set[str] = set()
+    for entry in undone:
+        for origin, path in entry.moves:
+            if path in entry.before:
+                continue
+            for each in touched:
+                if f"{each}/".startswith(f"{origin}/"):
+                    here = f"{path}{each.removeprefix(origin)}"
+                    found.add(here)
+                    if each in after and after[each].kind != "directory":
+                        found |= {inner for inner in after if inner.startswith(f"{here}/")}
+    return found
 
 
 def _first_line(found: Found) -> list[bytes]:
@@ -579,6 +585,26 @@ EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS = [
     ("person", "write", "d/in/c"),
     ("undo", 0, "revert"),
 ]
+A_FILE_MADE_WHERE_ONE_WAS_MOVED_OVER_ANOTHER = [
+    FIRST,
+    ("call", "api", ("move", "e/in/c", "b")),
+    ("person", "write", "e/in/c"),
+    ("undo", 0, "revert"),
+]
+A_FILE_REPLACED_BY_A_DIRECTORY_BY_FORCE = [
+    FIRST,
+    ("call", "api", ("delete", "d")),
+    ("person", "write", "d"),
+    ("undo", 0, "force"),
+]
+A_FILE_MADE_WHERE_A_DIRECTORY_WAS = [
+    FIRST,
+    ("call", "api", ("move", "d", "f")),
+    ("undo", 0, "revert"),
+    ("person", "write", "f"),
+    ("call", "api", ("append", "b")),
+    ("undo", 1, "rewind"),
+]
 A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY = [
     FIRST,
     ("call", "api", ("delete", "d/in/c")),
@@ -589,6 +615,9 @@ A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY = [
 
 
 @example(A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY, "disk")
+@example(A_FILE_MADE_WHERE_ONE_WAS_MOVED_OVER_ANOTHER, "tmpfs")
+@example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS, "disk")
+@example(A_FILE_REPLACED_BY_A_DIRECTORY_BY_FORCE, "tmpfs")
 @example(FILES_MADE_WHERE_A_MOVED_DIRECTORY_WAS, "tmpfs")
 @example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS_MOVED_AWAY, "disk")
 @example(EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS, "tmpfs")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from weakincentives.contrib.tools import file_tools
 from weakincentives.errors import (
     FilesystemError,
+    PolicyDenied,
     PromptValidationError,
     ToolDefinitionError,
     WinkError,
@@ -1179,6 +1180,26 @@ def test_a_policy_that_raises_or_answers_nonsense_denies(policy: Any):
 
     assert not agent.allows("lint")
     assert agent.ran == []
+
+
+def test_a_policy_may_deny_a_call_that_is_about_to_run():
+    """By PolicyDenied in on_start: nothing runs, what it wrote to STATE is undone."""
+
+    class LastMoment(Full):
+        def on_start(self, tool: Any, params: Any, *, context: ToolContext) -> None:
+            context.session[PolicyState].append(PolicyState("last moment"))
+            raise PolicyDenied("The window has just closed")
+
+    agent = Agent([LastMoment(PolicyDecision.allow())])
+    result = agent.call("lint")
+
+    assert result.failure is not None
+    assert (result.failure.code, result.message) == ("POLICY_DENIED", "The window has just closed")
+    assert agent.ran == []
+    assert not agent.session[PolicyState].all()
+    record = agent.session[ToolInvoked].latest()
+    assert record is not None
+    assert (record.denied_by, record.ran) == ("full", False)
 
 
 def test_a_small_policy_may_answer_in_the_full_form():

@@ -33,6 +33,8 @@ class Adapter(ABC):
 
     name: str = "adapter"
     """The name in records and telemetry."""
+    model: str = ""
+    """The provider's name for the model; empty if the provider chooses."""
     needs_loop: bool = True
     """Whether ``complete`` waits for anything; otherwise it runs without an event loop."""
 

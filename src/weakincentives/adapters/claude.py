@@ -116,7 +116,7 @@ class ClaudeAgentSDKAdapter(Adapter):
                 f"{agents[0]} starts agents whose calls do not reach the pipeline: "
                 "give the model a tool that runs an adapter instead"
             )
-        self.model = model
+        self.model = model or ""
         self.native_tools = tuple(native_tools)
         self.cwd = cwd
         self.permission_mode: PermissionMode = permission_mode
@@ -133,7 +133,7 @@ class ClaudeAgentSDKAdapter(Adapter):
         return _Program(self)
 
     def price(self) -> TokenPrice | None:
-        return None if self.model is None else known_price(self.model)
+        return known_price(self.model) if self.model else None
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         """Ask for one turn, with a program of its own."""
@@ -257,7 +257,7 @@ class _Program(Adapter):
         }
         hooks["Stop"] = [HookMatcher(hooks=[self._at_stop], timeout=LONG)]
         return ClaudeAgentOptions(
-            model=adapter.model,
+            model=adapter.model or None,
             system_prompt=system,
             tools=list(adapter.native_tools),
             mcp_servers={SERVER: {"type": "sdk", "name": SERVER, "instance": self._server()}},

@@ -98,7 +98,7 @@ class _RecordingAdapter(Adapter):
 
     def __init__(self, asked: Model, file: _File) -> None:
         self.name = asked.name
-        self.model = getattr(asked, "model", None)  # for telemetry
+        self.model = asked.model
         self.needs_loop = asked.needs_loop
         self.asks_provider = asked.asks_provider
         self.manages_context = asked.manages_context

@@ -192,6 +192,7 @@ _EXTRAS = {
     "cli": (("typer", "rich"), "this command line"),
     "files": (("pathspec",), "file tools that respect .gitignore"),
     "openai": (("openai",), "models of OpenAI, and of every server with the same API"),
+    "anthropic": (("anthropic",), "models of Anthropic"),
     "litellm": (("litellm",), "models of about a hundred providers"),
     "claude-agent-sdk": (("claude-agent-sdk",), "Claude, through its own program"),
     "local": (("openai", "xllamacpp"), "a small model on this machine, without a network"),
@@ -262,9 +263,8 @@ def _models(settings: Settings | None) -> Found:
         install = install_command(provider.extra)
         yield "error", f"the model {model} needs {', '.join(missing)}", install
     elif variables and not any(os.environ.get(name) for name in variables):
-        level: Level = "warning" if kind == "claude" else "error"  # Claude may be logged in
         needed = " or ".join(variables)
-        yield level, f"the model {model} needs {needed}", f"export {variables[0]}=..."
+        yield provider.if_unset, f"the model {model} needs {needed}", f"export {variables[0]}=..."
     elif problem := problem_with_file(model):
         advice = "name an existing file, such as --model local:FILE.gguf"
         yield "error", f"cannot use the model {model}: {problem}", advice

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -154,7 +154,8 @@ def show(
         raise Misuse(f"--before needs a path, such as {call}:README.md, or --export")
     (found,) = calls.with_files([wanted])
     if as_json:
-        echo(json.dumps({**_summary(found, files), **_details(found)}))
+        result = {} if found.record is None else {"result": found.shown}
+        echo(json.dumps({**_summary(found, files), **found.details, **result}))
     else:
         _print(_detail_lines(found, files))
     return None
@@ -880,26 +881,6 @@ def _file(change: FileChange, files: Files) -> dict[str, object]:
     }
 
 
-def _details(call: Call) -> dict[str, Any]:
-    from weakincentives.serde.exact import plain
-
-    if call.record is None:
-        return {}
-    record, metadata = call.record, call.result["metadata"]["fields"]
-    return {
-        "result": call.shown,
-        "duration": record["duration"],
-        "attempts": max(record["attempts"], metadata["attempts"]),
-        "denied_by": record["denied_by"],
-        "notes": plain(record["notes"]),
-        "conflicts": plain(record["conflicts"]),
-        "failure": plain(call.result["failure"]),
-        "rolled_back": plain(metadata["undone"]),
-        "not_rolled_back": plain(metadata["not_undone"]),
-        "degraded": plain(metadata["degraded"]),
-    }
-
-
 def _log_lines(found: Sequence[Call], calls: Calls, files: Files) -> Iterable[Line]:
     from weakincentives.serde.exact import plain
 
@@ -971,7 +952,7 @@ def _tool(call: Call) -> str:
 
 
 def _detail_lines(call: Call, files: Files) -> Iterable[Line]:
-    details = _details(call)
+    details = call.details
     took = f", took {details['duration']:.3f} s" if details else ""
     attempts = details.get("attempts", 1)
     fields = {

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from weakincentives.cli.common import Misuse, hint
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 
 if TYPE_CHECKING:
-    from weakincentives.adapters import Adapter
+    from weakincentives.adapters import Adapter, LocalModel
     from weakincentives.budget import Budget, BudgetTracker, TokenPrice
     from weakincentives.cli.config import Settings
     from weakincentives.runtime import Session
@@ -28,7 +28,20 @@ _CLAUDE_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+class _Asked(NamedTuple):
+    """A model to open."""
+
+    name: str
+    """What follows the provider and the colon."""
+    options: dict[str, Any]
+    """Parameters of its requests."""
+    turns: int
+    """The turns that a resumed run already has."""
+    stack: ExitStack
+    """Closes what the adapter needs, at the end of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
     """A kind of model."""
 
@@ -36,25 +49,22 @@ class Provider:
     """How its name is written."""
     extra: str
     """The extra that must be installed."""
+    open: Callable[[_Asked], Adapter]
+    """Returns the adapter."""
     variables: tuple[str, ...] = ()
     """One of these must be set."""
+    if_unset: Literal["error", "warning"] = "error"
+    """How `wink doctor` calls it if none is: the program may be logged in without a variable."""
     has_temperature: bool = True
     """Whether its requests can have one."""
+    has_own_tools: bool = False
+    """Whether the provider's program brings tools, which reach the directory itself."""
+    find: Callable[[str], object] | None = None
+    """For a model that is a file: raises if the file cannot be used."""
 
     @property
     def needs_name(self) -> bool:
         return "[" not in self.form
-
-
-_OPENAI = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
-PROVIDERS = {
-    "openai": Provider("openai:NAME", "openai", _OPENAI),
-    "openai-responses": Provider("openai-responses:NAME", "openai", _OPENAI),
-    "litellm": Provider("litellm:PROVIDER/NAME", "litellm"),
-    "claude": Provider("claude[:NAME]", "claude-agent-sdk", _CLAUDE_KEYS[:2], False),
-    "local": Provider("local[:FILE.gguf]", "local"),
-    "scripted": Provider("scripted:FILE", "cli", has_temperature=False),
-}
 
 
 @contextmanager
@@ -69,7 +79,7 @@ def open_model(
     options = {} if temperature is None else {"temperature": temperature}
     with ExitStack() as stack:
         try:
-            adapter = _adapter(kind, rest, turns, stack, options)
+            adapter = PROVIDERS[kind].open(_Asked(rest, options, turns, stack))
         except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
             # The rest is advice for programs.
             problem = str(error).partition(" or give api_key=")[0]
@@ -96,60 +106,22 @@ def check_model(name: str | None, *, temperature: float | None = None) -> tuple[
     return kind, rest
 
 
-def _adapter(
-    kind: str, name: str, turns: int, stack: ExitStack, options: dict[str, Any]
-) -> Adapter:
-    from weakincentives import adapters
-
-    match kind:
-        case "openai":
-            return adapters.OpenAIAdapter(name, options=options)
-        case "openai-responses":
-            return adapters.OpenAIAdapter(name, api="responses", options=options)
-        case "litellm":
-            return adapters.LiteLLMAdapter(name, options=options)
-        case "claude":
-            if find_spec("claude_agent_sdk") is None:
-                raise MissingExtra("claude-agent-sdk", "claude-agent-sdk")
-            if not any(os.environ.get(key) for key in _CLAUDE_KEYS):
-                raise ProviderRejected("There is no key for Claude: set ANTHROPIC_API_KEY")
-            return adapters.ClaudeAgentSDKAdapter(model=name or None)
-        case "local":
-            served = stack.enter_context(adapters.LocalModel(_path_of(name)))
-            # Small models repeat themselves endlessly without a penalty.
-            return adapters.LocalAdapter(served, options={"frequency_penalty": 0.4, **options})
-        case _:
-            return _scripted(name, turns)
-
-
-def _scripted(name: str, turns: int = 0) -> Adapter:
-    from weakincentives.adapters import ScriptedAdapter
-
-    try:
-        return ScriptedAdapter.from_file(Path(name).expanduser(), skip=turns)
-    except OSError as error:
-        raise Misuse(f"cannot read the script {name}: {error.strerror}") from error
-    except ValueError as error:
-        raise Misuse(f"the script {name} is invalid: {error}") from error
-
-
 def problem_with_file(name: str) -> str:
     """Return why a model that is a file cannot be used; empty for all others."""
     kind, _, rest = name.partition(":")
+    provider = PROVIDERS.get(kind)
     try:
-        if kind == "local":
-            from weakincentives.adapters import LocalModel
-
-            LocalModel(_path_of(rest))
-        elif kind == "scripted":
-            _scripted(rest)
+        if provider is not None and provider.find is not None:
+            provider.find(rest)
     except (MissingExtra, ProviderRejected, Misuse) as error:
         return str(error)
     return ""
 
 
-def _path_of(name: str) -> Path | None:
-    return Path(name).expanduser() if name else None
+def has_own_tools(name: str | None) -> bool:
+    """Whether the provider of a model brings tools, which reach the directory itself."""
+    provider = PROVIDERS.get((name or "").partition(":")[0])
+    return provider is not None and provider.has_own_tools
 
 
 def budget_of(settings: Settings, adapter: Adapter) -> Budget | None:
@@ -194,3 +166,100 @@ def price_of(settings: Settings, adapter: Adapter) -> TokenPrice | None:
         return known
     read, written = settings.price.split("/")
     return TokenPrice(input=float(read), output=float(written))
+
+
+# The providers
+
+
+def _openai(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import OpenAIAdapter
+
+    return OpenAIAdapter(asked.name, options=asked.options)
+
+
+def _openai_responses(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import OpenAIAdapter
+
+    return OpenAIAdapter(asked.name, api="responses", options=asked.options)
+
+
+def _anthropic(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import AnthropicAdapter
+
+    return AnthropicAdapter(asked.name, options=asked.options)
+
+
+def _litellm(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import LiteLLMAdapter
+
+    return LiteLLMAdapter(asked.name, options=asked.options)
+
+
+def _claude(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import ClaudeAgentSDKAdapter
+
+    if find_spec("claude_agent_sdk") is None:
+        raise MissingExtra("claude-agent-sdk", "claude-agent-sdk")
+    if not any(os.environ.get(key) for key in _CLAUDE_KEYS):
+        raise ProviderRejected("There is no key for Claude: set ANTHROPIC_API_KEY")
+    return ClaudeAgentSDKAdapter(model=asked.name or None)
+
+
+def _local(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import LocalAdapter
+
+    served = asked.stack.enter_context(_local_model(asked.name))
+    # Small models repeat themselves endlessly without a penalty.
+    return LocalAdapter(served, options={"frequency_penalty": 0.4, **asked.options})
+
+
+def _local_model(name: str) -> LocalModel:
+    from weakincentives.adapters import LocalModel
+
+    return LocalModel(Path(name).expanduser() if name else None)
+
+
+def _scripted(asked: _Asked) -> Adapter:
+    return _script(asked.name, asked.turns)
+
+
+def _script(name: str, turns: int = 0) -> Adapter:
+    from weakincentives.adapters import ScriptedAdapter
+
+    try:
+        return ScriptedAdapter.from_file(Path(name).expanduser(), skip=turns)
+    except OSError as error:
+        raise Misuse(f"cannot read the script {name}: {error.strerror}") from error
+    except ValueError as error:
+        raise Misuse(f"the script {name} is invalid: {error}") from error
+
+
+_OPENAI = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
+PROVIDERS = {
+    "openai": Provider(form="openai:NAME", extra="openai", open=_openai, variables=_OPENAI),
+    "openai-responses": Provider(
+        form="openai-responses:NAME", extra="openai", open=_openai_responses, variables=_OPENAI
+    ),
+    "anthropic": Provider(
+        form="anthropic:NAME",
+        extra="anthropic",
+        open=_anthropic,
+        variables=(*_CLAUDE_KEYS[:2], "ANTHROPIC_BASE_URL"),
+        has_temperature=False,
+    ),
+    "litellm": Provider(form="litellm:PROVIDER/NAME", extra="litellm", open=_litellm),
+    "claude": Provider(
+        form="claude[:NAME]",
+        extra="claude-agent-sdk",
+        open=_claude,
+        variables=_CLAUDE_KEYS[:2],
+        if_unset="warning",
+        has_temperature=False,
+        has_own_tools=True,
+    ),
+    "local": Provider(form="local[:FILE.gguf]", extra="local", open=_local, find=_local_model),
+    "scripted": Provider(
+        form="scripted:FILE", extra="cli", open=_scripted, has_temperature=False, find=_script
+    ),
+}
+"""The only list of providers: a new one is an entry here."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -185,26 +186,24 @@ def _parsed(offer: Offer, arguments: str) -> object:
 
 def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | None, list[str]]:
     """Return the policy that denies a call with its reason, or None; and notes."""
-    import asyncio
-
     from weakincentives.prompt import ToolContext
+    from weakincentives.runtime import ToolCall, ToolInvoked
+    from weakincentives.runtime.hosted import admit
 
+    prompt, session = workbench.prompt, workbench.session
     context = ToolContext(
-        session=workbench.session, prompt=workbench.prompt, resources=workbench.prompt.resources
+        session=session,
+        prompt=prompt,
+        resources=prompt.resources,
+        rendered_prompt=replace(prompt.render(session), offers=workbench.offers),
     )
-    notes: list[str] = []
-    for policy in offer.policies:
-        if policy.asks_a_person:
-            notes.append(f"{policy.name}: needs approval")
-            continue
-        try:
-            verdict: Any = policy.check(offer.tool, params, context=context)
-            denial = policy.denial(asyncio.run(verdict) if policy.is_async else verdict)
-        except Exception as error:  # as in the pipeline: a policy that fails denies
-            denial = f"could not decide: {error!r}"
-        if denial is not None:
-            return f"{policy.name}: {denial}", notes
-    return None, notes
+    admission = admit(ToolCall(offer.tool.name, params), context)
+    if admission.request is not None:
+        return None, [f"{admission.request.policy_name}: needs approval"]
+    record = session[ToolInvoked].latest()
+    if admission.result is None or record is None:
+        return None, []
+    return f"{record.denied_by or 'the tool'}: {admission.result.message}", []
 
 
 # Output

@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
 from weakincentives.cli.config import Settings
+from weakincentives.cli.models import has_own_tools
 from weakincentives.cli.trust import file_of, trust_of
 from weakincentives.contrib.tools import (
     PlanningToolsSection,
@@ -62,6 +63,7 @@ from weakincentives.prompt.overrides import (
 )
 from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach, names_of
 from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.refusals import by_rule
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
 
@@ -109,7 +111,7 @@ def preview(settings: Settings, session: Session | None = None) -> Generator[Wor
             HostFilesystem(workspace, store=store)
             if is_outside
             else open_workspace(workspace, unprotected=unprotected) as files,
-            open_workbench(settings, session, files=files) as workbench,
+            open_workbench(settings, session, files=files, suspends=True) as workbench,
         ):
             yield workbench
 
@@ -366,7 +368,7 @@ class _DenyPolicy:
         return any(fnmatchcase(tool.name, pattern) for pattern in self.tools)
 
     def check(self, tool_name: str, params: object, context: object) -> str | None:
-        return f"'{tool_name}' is not allowed here. Do without it, or explain why you need it"
+        return by_rule(tool_name)
 
 
 def _own_policies(spec: str, settings: Settings) -> Sequence[AnyPolicy]:
@@ -448,7 +450,7 @@ def prefers_branch(settings: Settings) -> bool:
 
     Not one with tools of the user's own, or of a vendor's program: they may reach the directory.
     """
-    own = settings.sections or str(settings.model).partition(":")[0] == "claude"
+    own = settings.sections or has_own_tools(settings.model)
     if not settings.branches or own:
         return False
     store = location_of(settings.workspace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -260,7 +261,8 @@ class _Tables:
         """Yield the values of some columns of a table."""
         makers = {"calls": self._call_rows, "changes": self._changes, "events": self._events}
         for row in makers[table](columns):
-            yield tuple(_stored(row.get(column)) for column in columns)
+            # A column that no row has is an error in this module, not NULL.
+            yield tuple(_stored(row[column]) for column in columns)
 
     def _call_rows(self, columns: Collection[str]) -> Iterator[Mapping[str, object]]:
         turns: dict[tuple[str, str], int] = {}
@@ -281,7 +283,9 @@ class _Tables:
                 "branch": call.branch or None,
                 **_recorded(call),
             }
-            if "result" in columns and call.record is not None:
+            if call.record is None:
+                row = defaultdict[str, object](lambda: None, row)
+            elif "result" in columns:
                 row["result"] = call.shown
             yield row
 
@@ -339,9 +343,8 @@ class _Tables:
 
 def _key(call: Call) -> dict[str, object]:
     """Return what calls and changes have in common."""
-    if call.run is None:
-        return {"name": call.name}
-    return {"run": call.run.id, "n": call.number, "name": call.name}
+    run, n = (None, None) if call.run is None else (call.run.id, call.number)
+    return {"run": run, "n": n, "name": call.name}
 
 
 def _recorded(call: Call) -> dict[str, Any]:

@@ -561,15 +561,17 @@ class _Undo:
             self.changes.rename(moved, origin)
             self._times.move(moved, origin)
         elif self._has_directory(origin) and self._has_directory(moved):
-            self._move_into(moved, origin, one)
+            self._move_into(record, origin, one)
+        elif self._is_in_the_way(moved, record, one):
+            self._set_moved_aside(moved, origin, one)
         else:
             self._left.add(moved)
             self._leave(origin, one)
 
-    def _move_into(self, moved: Parts, origin: Parts, one: _OneCall) -> None:
+    def _move_into(self, record: Record, origin: Parts, one: _OneCall) -> None:
         """Move what is in a directory into one that someone made at its previous path."""
         self._shared.add(origin)
-        pending = [(moved, origin)]
+        pending = [(record.path, origin)]
         emptied: list[Parts] = []
         while pending:
             here, there = pending.pop()
@@ -583,13 +585,8 @@ class _Undo:
                     pending.append((source, target))
                 elif self._is_copy(self.changes.tree, source, target):
                     self._remove(source)
-                elif moved in one.removed and not self._is_newer(source, one):
-                    # What was replaced at the new path comes back there.
-                    store = self.changes.store
-                    staged = store.fresh()
-                    copy_exactly(self.changes.tree, source, store.tree, (staged,))
-                    self._remove(source)
-                    self._leave(target, one, partial(_copy_from, store.tx, (staged,)))
+                elif self._is_in_the_way(source, record, one):
+                    self._set_moved_aside(source, target, one)
                 else:
                     self._leave(target, one)
                     self.sentences.append(
@@ -602,11 +599,22 @@ class _Undo:
             else:
                 self._left.add(here)
 
-    def _is_newer(self, top: Parts, one: _OneCall) -> bool:
-        """Whether a file at or below a path was changed after a call was committed."""
+    def _is_in_the_way(self, parts: Parts, moved: Record, one: _OneCall) -> bool:
+        """Whether a call replaced something by what it moved, unchanged since: that comes back."""
+        earlier = one.delta.records[: one.delta.records.index(moved)]
+        if not any(each.path == moved.path and each.before is not None for each in earlier):
+            return False
         moment = self.history.moment(one.delta.committed.serial)
-        found = (status for _, status in self.changes.tree.walk(top))
-        return any(not stat.S_ISDIR(each.st_mode) and each.st_mtime_ns > moment for each in found)
+        found = (status for _, status in self.changes.tree.walk(parts))
+        return all(stat.S_ISDIR(each.st_mode) or each.st_mtime_ns <= moment for each in found)
+
+    def _set_moved_aside(self, parts: Parts, origin: Parts, one: _OneCall) -> None:
+        """Remove what cannot be moved back, and keep it as the previous version of its origin."""
+        store = self.changes.store
+        staged = store.fresh()
+        copy_exactly(self.changes.tree, parts, store.tree, (staged,))
+        self._remove(parts)
+        self._leave(origin, one, partial(_copy_from, store.tx, (staged,)))
 
     def _restore_moved(
         self, record: Record, origin: Parts, one: _OneCall, *, is_free: bool
@@ -793,6 +801,8 @@ class _Undo:
             self._make(record, before, delta, store.tree, staged)
         except FileNotFoundError:
             return False
+        if before.is_directory and self.changes.tree.status(parts) is not None:
+            self._remove(parts)  # so that it arrives as a whole, which can be undone
         self._put(parts, staged)
         self._links.made(before, parts)
         if before.is_directory:

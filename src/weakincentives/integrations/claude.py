@@ -41,6 +41,7 @@ from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
+from weakincentives.prompt.refusals import by_person
 from weakincentives.prompt.section import Section
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS
 from weakincentives.resources import ResourceRegistry
@@ -487,8 +488,7 @@ class _Agent:
         """Record that someone else denied a call that our policies allow."""
         use = self._uses.pop(use_id, None)
         if use is not None:
-            said = f"Call was not approved by {by}: {reason}".removesuffix(": ")
-            await self._end(use, error=PolicyDenied(said, policy=by))
+            await self._end(use, error=PolicyDenied(by_person(name, by, reason), policy=by))
         elif name.startswith(PREFIX):
             tool = name.removeprefix(PREFIX)
             await self._bridge.arefuse(tool, given, reason, by=by, call_id=use_id)

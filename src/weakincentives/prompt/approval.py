@@ -20,6 +20,7 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.logs import get_logger
+from weakincentives.prompt import refusals
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision, tool_names
 from weakincentives.prompt.signatures import is_async
@@ -489,13 +490,12 @@ def _json(arguments: Mapping[str, Any]) -> str:
 def _decision(
     request: ApprovalRequest, answer: Approval, edited: Mapping[str, Any] | None = None
 ) -> PolicyDecision:
-    by = f" by {answer.by}" if answer.by else ""
-    because = f": {answer.reason}" if answer.reason else ""
     if answer.approved is True:
+        by = f" by {answer.by}" if answer.by else ""
+        because = f": {answer.reason}" if answer.reason else ""
         always = f", always: {answer.always}" if answer.always is not None else ""
         note = f"approved{by}{always}{because}"
         return PolicyDecision(allowed=True, note=note, arguments=edited)
-    note = f"not approved{by}{because}"
-    return PolicyDecision(
-        allowed=False, reason=f"Call to '{request.tool_name}' was {note}", note=note
-    )
+    note = refusals.not_approved(answer.by, answer.reason)
+    reason = refusals.by_person(request.tool_name, answer.by, answer.reason)
+    return PolicyDecision(allowed=False, reason=reason, note=note)

@@ -24,6 +24,7 @@ from weakincentives.filesystem import Filesystem
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.named import Named, named
+from weakincentives.prompt import refusals
 from weakincentives.prompt.signatures import hints_of, is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
@@ -73,8 +74,9 @@ class ToolPolicy(Protocol):
 
     A policy may also have ``on_start(tool, params, *, context)``, called right before an allowed
     call runs, to count attempts; and ``applies_to(tool)``, which limits the tools it governs. An
-    ``on_result`` that raises PolicyDenied undoes the whole call; a text that it returns is added to
-    the result's message, for the model.
+    ``on_start`` that raises PolicyDenied denies the call: nothing runs. An ``on_result`` that
+    raises it undoes the whole call; a text that it returns is added to the result's message, for
+    the model.
 
     ``check`` is called again before the handler runs if a person was asked meanwhile, so it must
     not count. A policy that is about certain tools names them in ``governs``, and tools that it
@@ -833,11 +835,11 @@ class AttachedPolicy:
         if isinstance(verdict, PolicyDecision):
             if verdict.allowed is True:
                 return None
-            return verdict.reason or f"Denied by policy '{self.name}'"
+            return verdict.reason or refusals.by_policy(self.name)
         if self.is_small and verdict is None:
             return None
         if self.is_small and isinstance(verdict, str):
-            return verdict or f"Denied by policy '{self.name}'"
+            return verdict or refusals.by_policy(self.name)
         expected = "None or the reason" if self.is_small else "a PolicyDecision"
         raise TypeError(f"policy '{self.name}' must return {expected}, got {verdict!r}")
 

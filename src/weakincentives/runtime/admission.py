@@ -7,6 +7,7 @@ from typing import Any
 from weakincentives import events
 from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
+from weakincentives.prompt import refusals
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
@@ -50,7 +51,7 @@ async def check_policies(
                 raise
             # Fail closed: a policy that cannot decide does not allow.
             _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
-            reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
+            reason = refusals.by_failed_policy(policy.name, error)
             raise PolicyDenied(reason, policy=policy.name) from error
         decision = verdict if isinstance(verdict, PolicyDecision) else ALLOWED
         if decision.note is not None:
@@ -70,8 +71,7 @@ async def check_policies(
         is_rewritten = decision.arguments is not None and policy is not editor
         if is_rewritten and tool.parse(decision.arguments) != params:
             # An approval is for exactly what was shown.
-            reason = f"Policy '{policy.name}' wants other arguments than were approved"
-            raise PolicyDenied(reason, policy=policy.name)
+            raise PolicyDenied(refusals.by_editing_policy(policy.name), policy=policy.name)
     if left:
         await transaction.enter_gates()
     if policies and policies[-1].asks_a_person:  # people come last

@@ -124,6 +124,11 @@ class Model(Protocol):
     def name(self) -> str: ...
 
     @property
+    def model(self) -> str:
+        """The provider's name for the model; empty if the provider chooses."""
+        ...
+
+    @property
     def needs_loop(self) -> bool:
         """Whether ``complete`` needs an event loop."""
         ...
@@ -745,7 +750,7 @@ class Run:
 
     @property
     def _model_name(self) -> str:
-        return f"{self._model.name}:{getattr(self._model, 'model', None) or ''}".rstrip(":")
+        return f"{self._model.name}:{self._model.model}".rstrip(":")
 
     async def _make_room(self) -> None:
         """Shorten what the model sees if the next request might not fit."""

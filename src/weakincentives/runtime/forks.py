@@ -152,10 +152,14 @@ def asked_arguments(call: Call) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", given)
 
 
+MODEL_FILES = ("local", "scripted")
+"""The providers whose models are files."""
+
+
 def absolute(named: str) -> str:
     """Return a model or rule with an absolute path: a run may be resumed from elsewhere."""
     kind, colon, file = named.partition(":")
-    if kind in ("scripted", "local") and file:
+    if kind in MODEL_FILES and file:
         return f"{kind}{colon}{Path(file).expanduser().absolute()}"
     if named.endswith(".toml") and "=" not in named:
         return str(Path(named).expanduser().absolute())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import ApprovalNeeded, PolicyDenied, Refusal, WinkError
 from weakincentives.prompt.prompt import Offer, RenderedPrompt
+from weakincentives.prompt.refusals import by_person
 from weakincentives.runtime.answers import on_record, raises_through
 from weakincentives.runtime.pipeline import admit as admitted
 from weakincentives.runtime.pipeline import end, undo
@@ -120,9 +121,7 @@ class _Denying(Work[AnyResult]):
                 transaction.tool = offer.tool
                 with suppress(Refusal):  # then the record has what the model sent
                     transaction.params = offer.tool.parse(call.params)
-            person = f" by {by}" if by else ""
-            said = f"Call to '{call.name}' was not approved{person}: {self._reason}"
-            raise PolicyDenied(said.removesuffix(": "), policy=by or "approval")
+            raise PolicyDenied(by_person(call.name, by, self._reason), policy=by or "approval")
 
         result = await _checked(self, call, deny)
         assert result is not None

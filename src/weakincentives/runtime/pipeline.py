@@ -18,6 +18,7 @@ from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import note_success
 from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.refusals import by_person
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers, effects, turn
 from weakincentives.runtime.admission import check_policies, check_preconditions
@@ -125,7 +126,7 @@ async def admit(transaction: Transaction) -> Offer:
         await check_policies(transaction, offer)
     given = transaction.around.approval
     if given is not None and given.approved is not True:  # and no policy asked for it
-        raise PolicyDenied(f"Call to '{tool.name}' was not approved: {given.reason}")
+        raise PolicyDenied(by_person(tool.name, given.by, given.reason))
     if tool.preconditions:
         await check_preconditions(transaction, tool)
     if transaction.depth or context.deadline is not None or context.budget_tracker is not None:
@@ -153,7 +154,11 @@ def _start(transaction: Transaction, offer: Offer) -> Tool[Any, Any]:
     if offer.tool.reach in ("compensable", "irreversible"):
         offer = effects.put_on_record(transaction, offer)
     for policy in offer.counters:
-        policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
+        try:
+            policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
+        except PolicyDenied as error:
+            error.policy = error.policy or policy.name
+            raise
     transaction.ran, transaction.offer = True, offer
     if transaction.context.heartbeat is not None:
         transaction.context.heartbeat.beat()

@@ -153,10 +153,11 @@ class _Hooked:
     def deny_by_name(self) -> None:
         """Deny a tool that the rules deny by its name."""
         from weakincentives.integrations.bridge import wire_name
+        from weakincentives.prompt.refusals import by_rule
 
         name = wire_name(self._event.tool)
         if name and any(fnmatchcase(name, each) for each in self._settings.policy.deny):
-            self._reply.denial = f"{self._event.tool} is not allowed here. Do without it"
+            self._reply.denial = by_rule(self._event.tool)
 
     @contextmanager
     def opened(self) -> Generator[None]:

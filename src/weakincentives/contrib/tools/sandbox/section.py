@@ -418,7 +418,7 @@ def _guidance(sandbox: Sandbox, project: ProjectEnvironment) -> str:
         start += f" {each} is writable as well, and changes there are never undone."
     found = ", ".join(f"{each.name} ({each.source})" for each in project.toolchains)
     return _COMMANDS.format(
-        sandbox=" ".join([_IN[sandbox.name], *notes]),
+        sandbox=" ".join([sandbox.engine.told, *notes]),
         start=start,
         tools=f"\n- The project's own tools are in PATH: {found}." if found else "",
         memory=binary_size(limits.memory),
@@ -437,13 +437,6 @@ def _network(hosts: Sequence[str]) -> str:
         "variables name (https_proxy)."
     )
 
-
-_IN = {
-    "podman": "Commands run in a container (podman).",
-    "bubblewrap": "Commands run in a sandbox (bubblewrap).",
-    "namespaces": "Commands run in a sandbox (namespaces).",
-    "none": "Commands run without a sandbox: they can reach everything, so be careful.",
-}
 
 _FILES = """\
 Read, find and change files of the workspace with the file tools. Read a file before you change \
