@@ -13,7 +13,6 @@ from typing import Any, Literal
 import anthropic
 import pytest
 from wire import Raw, Script, WireServer, everything_in
-from wire_messages import events_as_stream
 
 import weakincentives as wink
 from weakincentives.adapters import (
@@ -39,6 +38,7 @@ from weakincentives.errors import (
 )
 from weakincentives.media import Media
 from weakincentives.prompt import ToolResult
+from wire_messages import events_as_stream
 
 KEY = "sk-ant-loopback-0123456789"
 PNG = Media(

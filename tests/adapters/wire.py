@@ -20,8 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from wire_messages import messages_problems, read_messages, stream_of
-
 from waiting import is_readable
 from weakincentives.adapters import Message, ModelTurn
 from weakincentives.call import ToolCall
@@ -32,6 +30,7 @@ from weakincentives.errors import (
     ProviderUnavailable,
 )
 from weakincentives.testing import Asked
+from wire_messages import messages_problems, read_messages, stream_of
 
 __all__ = ["Raw", "Script", "WireServer", "chat_sse", "responses_sse", "strict_problems"]
 
