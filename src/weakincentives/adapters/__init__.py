@@ -43,6 +43,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.conversation import ToolStarted as ToolStarted
     from weakincentives.runtime.conversation import TurnEnded as TurnEnded
     from weakincentives.runtime.conversation import TurnStarted as TurnStarted
-    from weakincentives.runtime.evaluation import RunConfig as RunConfig
-    from weakincentives.runtime.evaluation import RunOptions as RunOptions
+    from weakincentives.runtime.run import RunConfig as RunConfig
+    from weakincentives.runtime.run import RunOptions as RunOptions
     from weakincentives.runtime.stream import RunStream as RunStream
