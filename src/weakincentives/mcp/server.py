@@ -35,7 +35,7 @@ from weakincentives.mcp.server_resources import (
     listed_file,
 )
 from weakincentives.prompt.policies import AttachedPolicy
-from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, Prompt, PromptTemplate, RenderedPrompt
 from weakincentives.prompt.section import Section
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.answers import PROTOCOL_ERROR
@@ -427,24 +427,25 @@ class McpServer:
                 return _definition(offer.tool).input_schema
         return None
 
-    def _offered_resources(self, client: ServedClient) -> list[tuple[McpResource, Offer]]:
+    def _offered_resources(self, client: ServedClient) -> list[tuple[McpResource, OfferedTool]]:
         """Return the resources of a client, each with the policies for reading it."""
         whole = client.look().whole
         listeners = whole.listeners
         policies = self._service.policies
-        found = [(each, Offer.of(each.tool, policies, listeners)) for each in self._resources]
+        found = [(each, OfferedTool.of(each.tool, policies, listeners)) for each in self._resources]
         if client.undo is not None:
             found += [
-                (each, Offer.of(each.tool, policies, listeners)) for each in client.undo.resources
+                (each, OfferedTool.of(each.tool, policies, listeners))
+                for each in client.undo.resources
             ]
         reading = whole.offers.get(FILE.tool.name)
         if reading is not None and client.look().context.resources.find(Filesystem) is not None:
-            found.append((FILE, Offer.of(FILE.tool, reading.rules, listeners)))
+            found.append((FILE, OfferedTool.of(FILE.tool, reading.rules, listeners)))
         return found
 
     def _resource(
         self, client: ServedClient, uri: str
-    ) -> tuple[McpResource, Offer, dict[str, Any]] | None:
+    ) -> tuple[McpResource, OfferedTool, dict[str, Any]] | None:
         for resource, offer in self._offered_resources(client):
             arguments = resource.arguments(uri)
             if arguments is not None:
@@ -560,7 +561,7 @@ class McpServer:
         prompt = self._prompts.get(params.name)
         if isinstance(prompt, McpPrompt):
             whole = client.look().whole
-            offer = Offer.of(prompt.tool, self._service.policies, whole.listeners)
+            offer = OfferedTool.of(prompt.tool, self._service.policies, whole.listeners)
             arguments = prompt.parameters(given)
             return await self._make(request, params, prompt.name, arguments, _prompt_answer, offer)
         if prompt is not None:
@@ -580,7 +581,7 @@ class McpServer:
         name: str,
         arguments: Mapping[str, Any],
         answer: Callable[[Tool[Any, Any] | None, ToolResult[Any], str], dict[str, Any]],
-        offer: Offer | None = None,
+        offer: OfferedTool | None = None,
     ) -> dict[str, Any]:
         """Run a call of a client and return its answer."""
         client, earlier = self._client_of(request), None
