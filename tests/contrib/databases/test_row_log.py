@@ -218,6 +218,17 @@ def test_a_row_that_someone_else_has_changed_since_stays_and_is_named(world: Wor
     assert (forced.notes, world.rows("customer")["Ann",]["credit"]) == ((), 100)
 
 
+def test_a_row_that_a_call_made_and_removed_is_not_taken_from_who_made_it_again(world: World):
+    insert = "INSERT INTO customer VALUES ('Ann', 1)"
+    call = world.call(insert, "UPDATE customer SET name = 'Bob' WHERE name = 'Ann'")
+    world.person(insert)
+
+    undone = world.database.undo([call])
+
+    assert undone.notes == ()
+    assert [key for _, key in world.everything()] == [("Ann",)]
+
+
 def test_a_foreign_key_refuses_the_undo_as_a_whole(world: World):
     call = world.call(
         "INSERT INTO customer VALUES ('Ann', 1)", "INSERT INTO customer VALUES ('Bob', 1)"

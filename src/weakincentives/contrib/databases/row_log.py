@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,6 +52,8 @@ class Record:
     """The values of its primary key, as JSON text; empty for what cannot be undone."""
     before: str | None
     after: str | None
+    call: int = 0
+    """The number of the call's transaction."""
 
 
 @dataclass(slots=True)
@@ -374,10 +376,13 @@ class RowLog:
         if not listed:
             return []
         rows = work.ask(
-            f"SELECT row_table, row_key, row_before, row_after FROM {ROWS} WHERE of_call IN"
-            f" ({listed}) ORDER BY number"
+            f"SELECT row_table, row_key, row_before, row_after, of_call FROM {ROWS} WHERE of_call"
+            f" IN ({listed}) ORDER BY number"
         )
-        return [Record(table, key or "", before, after) for table, key, before, after in rows]
+        return [
+            Record(table, key or "", before, after, int(call))
+            for table, key, before, after, call in rows
+        ]
 
     # Undoing
 
@@ -468,11 +473,21 @@ class _Undo:
     def _plan(self, records: Sequence[Record], *, force: bool) -> tuple[list[Planned], list[str]]:
         """Return the rows to change, those that were changed last first, and the rows to leave."""
         chains: dict[tuple[str, str], list[Record]] = {}
-        for each in reversed(records):
-            chains.setdefault((each.table, each.key), []).append(each)
+        for each in records:
+            chain = chains.pop((each.table, each.key), [])
+            chains[each.table, each.key] = chain  # the last now
+            if chain and chain[-1].call == each.call:
+                chain[-1] = replace(chain[-1], after=each.after)
+            else:
+                chain.append(each)
         planned: list[Planned] = []
         left: list[str] = []
-        for (name, key), newest_first in chains.items():
+        # Those that were changed last come first. What a call made and removed itself is nothing to
+        # undo: the same row may be there again, and be someone else's.
+        for (name, key), chain in reversed(chains.items()):
+            newest_first = [each for each in reversed(chain) if each.before != each.after]
+            if not newest_first:
+                continue
             row, is_left = self._target(name, key, newest_first, force=force)
             if is_left:
                 left.append(row.name)
