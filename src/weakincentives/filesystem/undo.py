@@ -581,6 +581,7 @@ class _Undo:
                 if self.changes.tree.status(target) is None:
                     self.changes.rename(source, target)
                     self._times.move(source, target)
+                    one.restored.add(target)
                 elif self._has_directory(source) and self._has_directory(target):
                     pending.append((source, target))
                 elif self._is_copy(self.changes.tree, source, target):
@@ -893,7 +894,7 @@ class _OneCall:
         self.undone: set[Parts] = set()
         """The paths with a record that is undone already: they are no longer as it left them."""
         self.restored: set[Parts] = set()
-        """What was restored into directories that someone made again, or that hold an edit."""
+        """What came back into directories that someone made again, or that hold an edit."""
 
 
 class _Links:
