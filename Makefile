@@ -138,9 +138,11 @@ module = $(patsubst claude_agent_sdk,claude,$(name))
 # A framework may warn about itself. What is never awaited is an error all the same.
 theirs := --disable-warnings -W default $(patsubst %,-W error::%,RuntimeWarning \
 	pytest.PytestUnraisableExceptionWarning pytest.PytestUnhandledThreadExceptionWarning)
+comma := ,
 define pyright_config
-{"extends": "../../pyproject.toml", "extraPaths": ["../../src"], "exclude": [], "include": [
-  "../../src/weakincentives/integrations/$(module).py", "../../examples/integration_$(name).py"]}
+{"extends": "../../pyproject.toml", "extraPaths": ["../../src", "../../examples/invoice_desk"], "exclude": [], "include": [
+  "../../src/weakincentives/integrations/$(module).py", "../../examples/integration_$(name).py"
+  $(patsubst %,$(comma) "../../%",$(wildcard examples/invoice_desk/agent_$(name).py))]}
 endef
 $(FRAMEWORKS): %: $(FRAMEWORK_VENVS)/%/.ready $(READY)
 	WINK_INTEGRATION=$@ $(FRAMEWORK_VENVS)/$@/bin/python -m pytest -q $(theirs) \

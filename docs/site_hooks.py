@@ -6,8 +6,12 @@ site has a page for is linked there; what it has not (source files) keeps its wo
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from markdown import Extension, Markdown
@@ -23,6 +27,9 @@ PAGES = {
 }
 """Pages of the site that are written elsewhere in the repository, and how they are called here."""
 PICTURES = ["benchmarks/growth.svg", "benchmarks/disk.svg"]
+
+RECORDED = "recorded_run.html"
+"""A run to click through: what the demo does, as `wink export` writes it."""
 
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\]\(([\w/]+\.md)\)")
@@ -61,9 +68,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     index = (ROOT / "llms.txt").read_text()
     short = NAMED.sub(lambda link: f"]({_on_site(link.group(1))[:-3]}.html)", index)
     whole = [index, *((ROOT / name).read_text() for name in NAMED.findall(index))]
+    files.append(File.generated(config, RECORDED, content=_recorded_run()))
     files.append(File.generated(config, "llms.txt", content=short))
     files.append(File.generated(config, "llms-full.txt", content="\n\n---\n\n".join(whole)))
     return files
+
+
+def _recorded_run() -> bytes:
+    wink = [sys.executable, "-P", "-m", "weakincentives.cli"]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "XDG_STATE_HOME": f"{folder}/state"}
+        project, page = f"{folder}/till", f"{folder}/{RECORDED}"
+        for words in (["demo", "--into", project], ["export", "-w", project, "-o", page]):
+            subprocess.run([*wink, *words], env=env, check=True, capture_output=True)
+        return Path(page).read_bytes()
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -208,6 +208,17 @@ def test_the_readme_compares_what_was_measured(drawing, results):
     assert readme == drawing.with_comparison(readme, results)
 
 
+def test_the_readme_shows_what_is_left_of_each_accident():
+    """`benchmarks/disasters/run.py` writes the results and the table."""
+    script = ROOT / "benchmarks" / "disasters" / "run.py"
+    told = subprocess.run(
+        [sys.executable, str(script), "--print"], capture_output=True, text=True, check=True
+    )
+
+    assert told.stdout.startswith("| accident | WINK")
+    assert told.stdout in (ROOT / "README.md").read_text()
+
+
 def test_the_readme_has_a_row_for_each_measured_comparison(drawing, results):
     """Without one, its figures would silently stay as they are."""
     other = json.loads(json.dumps(results))

@@ -6,7 +6,6 @@ import hashlib
 import os
 import stat
 import subprocess
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +146,22 @@ def differences(before: Mapping[str, Item], after: Mapping[str, Item]) -> dict[s
     return found
 
 
+_WORDS = {
+    "lost": ("lost", "lost"),
+    "left behind": ("left behind", "left behind"),
+    "content": ("content", "contents"),
+    "mode": ("mode", "modes"),
+    "time": ("time", "times"),
+    "time of a directory": ("directory time", "directory times"),
+    "hard link": ("hard link", "hard links"),
+    "index of git": ("git index", "git indexes"),
+}
+
+
 def counted(differing: Mapping[str, list[str]]) -> str:
-    """Return differences in a few words."""
-    counts = Counter({how: len(paths) for how, paths in differing.items()})
-    return ", ".join(f"{count} {how}" for how, count in counts.items()) or "as it was"
+    """Return differences in a few words; empty if there are none."""
+    counts = ((how, len(differing[how])) for how in _WORDS if how in differing)
+    return ", ".join(f"{count:,} {_WORDS[how][count > 1]}" for how, count in counts)
 
 
 def _write(path: Path, text: str, mode: int = 0o644) -> None:

@@ -21,6 +21,7 @@ import project  # noqa: E402
 from accidents import ACCIDENTS, Accident  # noqa: E402
 from ways import WAYS, Way  # noqa: E402
 
+README = HERE.parents[1] / "README.md"
 RESULTS = HERE / "results.json"
 
 
@@ -33,7 +34,9 @@ def play(accident: Accident, kind: type[Way], folder: Path) -> dict[str, Any]:
     way = kind(root, home)
     way.before()
     before = project.read(root)
-    shell = way.running.agent.shell(accident.command)
+    happened = home / "happened"
+    command = f"({accident.command}); code=$?; touch {happened}; (exit $code)"
+    shell = way.running.agent.shell(command)
     edit = way.running.agent.edit(str(root / project.LATER), "one", "two")
     if way.edits_by_shell:
         told = way.run([[shell], [way.running.agent.shell(f"echo two > {project.LATER}")]])
@@ -41,6 +44,8 @@ def play(accident: Accident, kind: type[Way], folder: Path) -> dict[str, Any]:
         told = way.run([[("Read", {"file_path": str(root / project.LATER)})], [shell], [edit]])
     else:
         told = way.run([[shell], [edit]])
+    if not happened.exists():  # else the project would be as before for no merit of the way
+        raise RuntimeError(f"the agent's shell did not run: {told[-200:]}")
     damage = project.read(root)
     if accident.later:
         accident.later(root)
@@ -88,8 +93,10 @@ def table(results: dict[str, Any]) -> str:
     for accident in dict.fromkeys(each["accident"] for each in results["results"]):
         cells = [_cell(found.get((accident, way))) for way in ways]
         lines.append(f"| {accident} | " + " | ".join(cells) + " |")
+    kept = [_kept([each for each in results["results"] if each["way"] == way]) for way in ways]
+    lines.append("| the agent's good edit after the accident | " + " | ".join(kept) + " |")
     for way, error in failed.items():
-        lines.append(f"\n{way} {results['ways'][way]} did not run: {error}")
+        lines.append(f"\n{way} {results['ways'][way]} does not run on this project: {error}")
     return "\n".join(lines)
 
 
@@ -98,16 +105,46 @@ def _cell(result: dict[str, Any] | None) -> str:
         return "not run"
     if result.get("error"):
         return f"did not run: {result['error']}"
-    said = project.counted(result["left"])
-    if said == "as it was":
-        said = "**as it was**"
-    elif result["left"] == result["damage"]:
-        said = f"nothing is undone: {said}"
-    if not result["keeps later work"]:
-        said += "; the agent's later edit is lost"
-    if result["keeps the person's edits"] is False:
-        said += "; **the person's edits are lost**"
+    said = project.counted(result["left"]) or "**as before**"
+    if result["damage"] and result["left"] == result["damage"]:
+        said = f"nothing undone: {said}"
+    if result["keeps the person's edits"] is not None:
+        said += "; edits kept" if result["keeps the person's edits"] else "; **edits lost**"
     return said
+
+
+def _kept(results: list[dict[str, Any]]) -> str:
+    kept = [each["keeps later work"] for each in results if "error" not in each]
+    if len(set(kept)) == 1:
+        return "kept" if kept[0] else "lost"
+    return f"kept {sum(kept)} times of {len(kept)}"
+
+
+def _with(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    ways = {**old["ways"], **new["ways"]}
+    both = [each for each in old["results"] if each["way"] not in new["ways"]] + new["results"]
+    both.sort(key=lambda each: list(ways).index(each["way"]))
+    return {**old, "ways": ways, "results": both}
+
+
+def _one_per_line(results: dict[str, Any]) -> str:
+    lines = [json.dumps(each) for each in results["results"]]
+    head = json.dumps({**results, "results": []}, indent=1)
+    return head.replace('"results": []', '"results": [\n' + ",\n".join(lines) + "\n]")
+
+
+def readme(text: str, results: dict[str, Any]) -> str:
+    """Return the README with the results."""
+    start, end = (
+        "<!-- disasters: written by benchmarks/disasters/run.py -->",
+        "<!-- end of disasters -->",
+    )
+    before, _, rest = text.partition(start)
+    after = rest.partition(end)[2]
+    agents = {each["way"]: each["agent"] for each in results["results"] if "agent" in each}
+    others = [f"{agent} under {way}" for way, agent in agents.items() if agent != "claude"]
+    date = f"Run on {results['date']}. Claude Code did the accidents, but {' and '.join(others)}."
+    return f"{before}{start}\n\n{table(results)}\n\n{date}\n\n{end}{after}"
 
 
 def main() -> None:
@@ -142,8 +179,11 @@ def main() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             results["results"].append(result)
             print(_cell(result), file=sys.stderr)
-    if not options.only and not options.accident:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if options.only and not options.accident and RESULTS.exists():  # these ways again
+        results = _with(json.loads(RESULTS.read_text()), results)
+    if not options.accident:
+        RESULTS.write_text(_one_per_line(results) + "\n")
+        README.write_text(readme(README.read_text(), results))
     print(table(results))
 
 

@@ -209,6 +209,7 @@ class Sandlock(Way):
     """The whole session in a copy-on-write sandbox, which is discarded."""
 
     name = "sandlock"
+    agent = "pi"  # the shell of Claude Code does not start there: it refuses its output file
 
     def version(self) -> str:
         return _version_of("sandlock")

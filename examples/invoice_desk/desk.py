@@ -2,8 +2,8 @@
 
     python examples/invoice_desk/desk.py
 
-``server.py`` serves the same tools over MCP, ``agent_pydantic_ai.py`` gives them to a pydantic-ai
-agent. Both are a few lines: the application is a ``ToolRegistry``.
+``server.py`` serves the same tools over MCP, ``agent_*.py`` give them to an agent of pydantic-ai,
+LangChain or openai-agents. Each is a few lines: the application is a ``ToolRegistry``.
 """
 
 from __future__ import annotations

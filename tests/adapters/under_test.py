@@ -18,6 +18,7 @@ from wire import Script, WireServer
 from messages_server import serving
 from weakincentives.adapters import (
     Adapter,
+    AnthropicAdapter,
     ClaudeAgentSDKAdapter,
     LiteLLMAdapter,
     OpenAIAdapter,
@@ -47,6 +48,9 @@ ON_THE_WIRE: Mapping[str, Make] = {
     "LiteLLM": lambda script: LiteLLMAdapter(
         "openai/model", base_url=script.base_url, api_key=_KEY
     ),
+    "Anthropic": lambda script: AnthropicAdapter(
+        "model", base_url=script.base_url.removesuffix("/v1"), api_key=_KEY
+    ),
 }
 
 ADAPTERS = ("Scripted", "recorded", "replayed", *ON_THE_WIRE, "Claude Agent SDK")
@@ -59,7 +63,11 @@ _NOT_STREAMED = {
 
 def missing(adapter: str) -> str | None:
     """Return the package that an adapter needs and that is not installed."""
-    packages = {"LiteLLM": "litellm", "Claude Agent SDK": "claude_agent_sdk"}
+    packages = {
+        "LiteLLM": "litellm",
+        "Anthropic": "anthropic",
+        "Claude Agent SDK": "claude_agent_sdk",
+    }
     package = packages.get(adapter, "openai" if adapter in ON_THE_WIRE else "json")
     return None if find_spec(package) else package
 

@@ -1,7 +1,7 @@
-"""A provider on loopback that speaks chat completions and responses, and refuses what OpenAI would.
+"""A provider on loopback that speaks chat completions, responses and Anthropic's messages.
 
-It answers with the turns it is given. Every request is checked as the real one checks it: a wrong
-order of messages, a call without an answer or a schema that strict mode does not take is a 400.
+It answers with the turns it is given, and refuses what the real ones would: a wrong order of
+messages, a call without an answer or a schema that strict mode does not take is a 400.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from weakincentives.errors import (
     ProviderUnavailable,
 )
 from weakincentives.testing import Asked
+from wire_messages import messages_problems, read_messages, stream_of
 
 __all__ = ["Raw", "Script", "WireServer", "chat_sse", "responses_sse", "strict_problems"]
 
@@ -69,8 +70,7 @@ class Script:
 
     def asked(self) -> list[Asked]:
         """Return every request, read back."""
-        read = _read_chat if self.api == "chat" else _read_responses
-        return [read(body) for body in self.bodies]
+        return [_READ[self.api](body) for body in self.bodies]
 
     def tool_texts(self) -> list[str]:
         """Return what the tools answered, as the last request has it."""
@@ -174,11 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         _, number, _, *path = self.path.split("/")
         script = self.wire.scripts[number]
-        api = script.api = {"chat/completions": "chat", "responses": "responses"}["/".join(path)]
+        api = script.api = path[0]
         script.bodies.append(body)
         script.headers.append({name.title(): value for name, value in self.headers.items()})
-        check = chat_problems if api == "chat" else responses_problems
-        problems = [*check(body), *_key_problems(self.headers)]
+        problems = [*_PROBLEMS[api](body), *_key_problems(self.headers)]
         if problems:
             script.problems += problems
             return self.send(_error(400, "invalid_request_error", problems[0]))
@@ -205,7 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif isinstance(error, ProviderUnavailable):
             self.send(_error(503, "server_error", str(error)))
         elif isinstance(error, MalformedResponse):
-            nonsense = b'data: {"choices": 5, "output": 5}\n\n' if body.get("stream") else b"{}"
+            nonsense = b"{}"
+            if body.get("stream"):
+                nonsense = b'event: message_start\ndata: {"choices": 5, "output": 5}\n\n'
             self.send(Raw(nonsense, content_type=whole.content_type))
         else:
             text = f"Incorrect API key provided: {error}"
@@ -255,6 +256,9 @@ def _error(status: int, code: str, text: str, headers: dict[str, str] | None = N
 
 
 def _answer(api: str, body: dict[str, Any], turn: ModelTurn, script: Script | None) -> Raw:
+    if api == "messages":
+        number = 0 if script is None else len(script.bodies)
+        return Raw(stream_of(body, turn, number), content_type="text/event-stream")
     turn = _as_strict_mode_writes(api, body, turn, script)
     make = _completion if api == "chat" else _response
     data = make(body, turn)
@@ -785,6 +789,14 @@ def _text_of(content: str | list[dict[str, Any]]) -> str:
 def _call_of(function: dict[str, Any], id: str) -> ToolCall:  # noqa: A002
     params = json.loads(function["arguments"])
     return ToolCall(function["name"], params.get("not_json", params), id)
+
+
+_PROBLEMS = {
+    "chat": chat_problems,
+    "responses": responses_problems,
+    "messages": messages_problems,
+}
+_READ = {"chat": _read_chat, "responses": _read_responses, "messages": read_messages}
 
 
 def everything_in(error: BaseException) -> str:

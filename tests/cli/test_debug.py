@@ -82,7 +82,7 @@ def test_the_printed_link_opens_the_page_of_the_run_once(project: Path, run: Run
 
         assert (found["id"], found["calls"], found["title"]) == (run.id, 7, "fix the sum")
         assert code == 401
-        assert "Run <code>wink debug</code> again" in told
+        assert "<code>wink debug --link</code> prints a new one" in told
         assert refused(client, foreign)[0] == 403
         process.send_signal(signal.SIGINT)
         _, told = process.communicate()
@@ -91,6 +91,30 @@ def test_the_printed_link_opens_the_page_of_the_run_once(project: Path, run: Run
         "wink: open this link in a browser on this machine; it works once",
         "wink: Ctrl-C ends it",
     ]
+
+
+def test_another_link_opens_the_page_in_another_browser(
+    project: Path,  # noqa: F811
+    run: Run,
+    wink: Wink,  # noqa: F811
+):
+    with debugging(project, "--no-open") as (link, process):
+        more = wink("debug", run.mark, "--link")
+        assert (more.code, more.err) == (0, "")
+        other = more.out.strip()
+        assert other != link
+        for each in (link, other):
+            client = browser()
+            with client.open(each) as page:
+                text = page.read().decode()
+            assert f'url=./#run={run.id if each == other else ""}"' in text
+            with client.open(f"{each.partition('?')[0]}api/workspace") as answer:
+                assert answer.status == 200
+        assert refused(browser(), other)[0] == 401
+        assert refused(browser(), f"{other[:-1]}{'0' if other[-1] != '0' else '1'}")[0] == 401
+        process.kill()
+        process.wait()
+    assert "no debugger is running" in wink("debug", "--link").err
 
 
 @pytest.mark.heavy

@@ -77,7 +77,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def log_in(self) -> None:
-        response = self.open("GET", f"/?token={self.debugger.token}")
+        response = self.open("GET", f"/?{self.debugger.links.new().partition('?')[2]}")
         response.read()
         self.cookie = response.headers["Set-Cookie"].partition(";")[0]
 
@@ -117,7 +117,7 @@ def server(work: Work) -> Iterator[Server]:
 
 
 def test_the_link_works_once(server: Server) -> None:
-    link = f"/?token={server.debugger.token}"
+    link = f"/?{server.debugger.links.new().partition('?')[2]}"
 
     first = server.open("GET", link)
     first.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -337,6 +338,77 @@ def test_two_calls_are_compared_side_by_side(tab: Tab, expect: Any):
     row.click()
     expect(panel.locator(".merge .cm-merge-a")).to_contain_text("TOTAL = -1")
     expect(panel.locator(".merge .cm-merge-b")).to_contain_text("value_25 = 25")
+
+
+def test_the_changes_of_a_call_come_first_in_colours_with_what_differs_in_a_line(
+    tmp_path: Path, browser: Browser, expect: Any
+):
+    (tmp_path / "a.py").write_text("def total(prices):\n    return sum(prices)\n")
+    with Recording(tmp_path, "Round it") as run:
+        given = {"path": "a.py", "line": 1, "text": "    return round(sum(prices), 2)"}
+        run.turn("Rounded.", ("put", given))
+    with served(tmp_path) as link, opened(browser, link) as tab:
+        tab.open_run("Round it")
+        sections = tab.find("article", "Call 1").locator("section h3")
+        expect(sections.first).to_contain_text("Files")
+        diff = tab.find("group", "Changes in a.py")
+        expect(diff.locator(".added .within")).to_have_text(["round", "(", ", ", "2", ")"])
+        expect(diff.locator(".tone-keyword").first).to_have_text("def")
+        tab.find("button", "Side by side").click()
+        expect(tab.page.locator(".merge .cm-merge-b")).to_contain_text("round")
+        color = "e => getComputedStyle(e.querySelector('.cm-merge-b .cm-line span')).color"
+        root = tab.page.locator(".merge .cm-mergeView")
+        assert root.evaluate(color) != root.evaluate("e => getComputedStyle(e).color")
+        tab.tab("Files")
+        expect(tab.lines.locator(".tone-keyword").first).to_have_text("def")
+
+
+def test_the_list_of_runs_says_what_each_came_to(tmp_path: Path, browser: Browser, expect: Any):
+    (tmp_path / "a.py").write_text("a\nb\n")
+    with Recording(tmp_path, "Some work") as run:
+        run.turn("One.", ("put", {"path": "a.py", "line": 0, "text": "x"}))
+        run.turn("Two.", ("write", {"path": "b.py", "text": "b"}), ("spoil", {"path": "b.py"}))
+    with served(tmp_path) as link, opened(browser, link) as tab:
+        expect(tab.page.locator(".run-result")).to_have_text(
+            "files +1 added ~1 changed1 rolled back"
+        )
+
+
+def test_an_address_of_a_run_that_is_gone_leads_back_to_the_list(
+    long: tuple[Path, dict[int, str]], browser: Browser, expect: Any
+):
+    with served(long[0]) as link, opened(browser, link) as tab:
+        tab.heading("Runs").wait_for()
+        tab.go("run=nosuch")
+        expect(tab.find("alert")).to_have_text("there is no run nosuch")
+        tab.problems.clear()  # the browser's own note of the answer
+        tab.find("link", "All runs of this directory").click()
+        expect(tab.heading("Runs")).to_be_visible()
+
+
+def test_a_comparison_begins_with_another_try_of_the_task_or_the_other_end_of_the_run(
+    tmp_path: Path, browser: Browser, expect: Any
+):
+    for text in ("first", "second"):
+        with Recording(tmp_path, "Twice") as run:
+            call = ("write", {"path": "a.py", "text": f"{text}\n"})
+            run.turn(text, call, ("write", {"path": f"{text}.py", "text": ""}))
+            last = run.run.mark
+    with Recording(tmp_path, "Alone") as run:
+        run.turn(
+            "x", ("write", {"path": "c.py", "text": "c\n"}), ("write", {"path": "d", "text": ""})
+        )
+    with served(tmp_path) as link, opened(browser, link) as tab:
+        tab.open_run("Alone")
+        tab.tab("Compare")
+        files = tab.find("region", "Files that differ").locator("li")
+        expect(files).to_have_count(2)  # against before its first call
+        tab.keys("g")
+        expect(files).to_have_count(1)  # against its last
+        tab.keys("h")
+        tab.page.get_by_role("link").filter(has_text="Twice").last.click()
+        tab.tab("Compare")
+        expect(tab.find("combobox", "Run of B")).to_have_value(re.compile(f"-{last}$"))
 
 
 def test_no_key_is_lost_however_fast_they_come(tab: Tab, expect: Any):

@@ -598,6 +598,24 @@ def test_a_run_is_running_until_it_is_closed(tmp_path: Path) -> None:
     assert (during["turns"], during["calls"]) == (2, 1)
 
 
+def test_a_run_that_has_ended_says_what_it_came_to(tmp_path: Path) -> None:
+    with opened(tmp_path) as work:
+        (work.files.root / "old").write_text("from before\n")
+        work.write("a1", "b1", "a2")
+        work.say("change", ("write", {"name": "old", "text": "now"}))
+        work.say("end", ("delete", {"name": "b"}), ("fail", {"text": "x"}))
+        views = Views(work.files.root)
+        (during,) = views.get("workspace")["runs"]
+    (after,) = views.get("workspace")["runs"]
+
+    assert during["result"] is None
+    assert after["result"] == {
+        "files": {"added": 1, "changed": 1},  # b came and went
+        "outcomes": {"rolled back": 1},
+        "exit": None,
+    }
+
+
 def test_a_line_that_is_being_written_is_left_out(work: Work) -> None:
     work.write("a1", "b1")
     whole = work.saved.path.read_bytes()

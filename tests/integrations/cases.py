@@ -126,6 +126,17 @@ class Outcome:
     """With pending calls: what ``resume`` needs, as the framework stores it for another process."""
 
 
+def run_invoice_desk(framework: str) -> None:
+    """Run the example application inside the framework: no directory, and nothing of it changed."""
+    example = Path(__file__).parents[2] / "examples" / "invoice_desk" / f"agent_{framework}.py"
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.stdout.splitlines() == ["Ann has paid.", "[('Ann', 70, 70)] Till(cash=70)"], (
+        done.stderr
+    )
+
+
 class Driver(ABC):
     """Runs jobs in one framework. A new one remembers nothing of another, as a new process."""
 

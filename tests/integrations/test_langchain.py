@@ -30,6 +30,7 @@ from cases import (
     Turn,
     all_cases,
     require,
+    run_invoice_desk,
     run_on_loop,
 )
 
@@ -978,6 +979,10 @@ def test_an_adopted_tool_cannot_change_the_state_of_a_graph(tmp_path: Path) -> N
 
     assert "only a graph can apply" in result.message
     assert not (tmp_path / "half.txt").exists()
+
+
+def test_the_invoice_desk_runs_unchanged_inside_an_agent() -> None:
+    run_invoice_desk("langchain")
 
 
 if __name__ == "__main__":

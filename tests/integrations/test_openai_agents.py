@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cases import Case, Driver, Job, Outcome, Stage, all_cases, require, run_on_loop, save, until
+from cases import (
+    Case,
+    Driver,
+    Job,
+    Outcome,
+    Stage,
+    all_cases,
+    require,
+    run_invoice_desk,
+    run_on_loop,
+    save,
+    until,
+)
 
 require("agents")
 
@@ -889,3 +901,7 @@ def test_an_adopted_tool_can_be_offered_again(project: Project) -> None:
         run(project.agent(wink, [function_call("spoil", {"name": "x"}, call_id="c1")]))
 
     assert project.read("a.txt") == "a"
+
+
+def test_the_invoice_desk_runs_unchanged_inside_an_agent() -> None:
+    run_invoice_desk("openai_agents")

@@ -95,6 +95,38 @@ def test_garbage_half_lines_and_nonsense_do_not_stop_the_server(workspace: Path)
     assert "Traceback" not in said
 
 
+@pytest.mark.heavy
+def test_a_number_that_is_used_twice_has_two_answers_and_a_late_cancellation_does_nothing(
+    workspace: Path,
+):
+    """Both are mistakes of a client: they cost neither a call nor the connection."""
+
+    def write(path: str) -> None:
+        arguments = {"path": path, "content": path}
+        params = {"name": "write", "arguments": arguments}
+        message = {"jsonrpc": "2.0", "id": "same", "method": "tools/call", "params": params}
+        program.write(json.dumps(message).encode() + b"\n")
+
+    with Program(workspace) as program:
+        program.begin()
+        write("a.txt")
+        write("b.txt")
+        assert [program.read()["id"] for _ in range(2)] == ["same", "same"]
+        program.write(
+            b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":"same"}}\n'
+        )
+        write("c.txt")
+        assert "result" in program.read()
+        code, _ = program.end()
+
+    assert code == 0
+    assert [(workspace / f"{name}.txt").read_text() for name in "abc"] == [
+        "a.txt",
+        "b.txt",
+        "c.txt",
+    ]
+
+
 @pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_an_argument_of_100_mb_is_refused_without_being_held(workspace: Path, last: bool):
     """Whether the id comes before what is too long, or after it."""

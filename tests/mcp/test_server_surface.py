@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,39 @@ def test_reading_a_file_is_a_call_under_the_policies_of_read_file(project: Path)
     assert "missing.txt" in said[1]
     records = server.session[ToolInvoked].all()
     assert [record.success for record in records] == [False] * len(records)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("..%2Foutside%2Fkey", "%2e%2e/outside/key", "src/..%2f..%2foutside/key"),
+        *("%2Fetc%2Fhosts", "//etc/hosts", "README.md%00", "link", "folder/key", "pipe"),
+    ],
+)
+def test_no_address_leads_out_of_the_workspace(project: Path, path: str):
+    outside = project.parent / "outside"
+    outside.mkdir()
+    (outside / "key").write_text("sesame")
+    (project / "link").symlink_to(outside / "key")
+    (project / "folder").symlink_to(outside)
+    os.mkfifo(project / "pipe")
+
+    async def work(client: Client) -> list[Any]:
+        template = ResourceTemplateReference(uri="wink://files/{+path}")
+        with pytest.raises(MCPError) as caught:
+            await client.read_resource(f"wink://files/{path}")
+        starts = ("../", "folder/", "/etc/")
+        arguments = [{"name": "path", "value": start} for start in starts]
+        found = [(await client.complete(template, each)).completion for each in arguments]
+        listed = (await client.list_resources(cursor="../outside")).resources
+        return [caught.value.code, [each.values for each in found], [each.uri for each in listed]]
+
+    with HostFilesystem(project) as files:
+        code, completed, listed = use(workspace(files), work)
+
+    assert code == -32602
+    assert completed == [[], [], []]
+    assert not any("outside" in uri or "key" in uri for uri in listed)
 
 
 def test_what_may_not_be_seen_in_the_history_is_in_no_resource_either(project: Path):

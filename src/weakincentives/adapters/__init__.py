@@ -7,6 +7,7 @@ from weakincentives.lazy import load_lazily
 load_lazily(__name__)
 
 if TYPE_CHECKING:
+    from weakincentives.adapters.anthropic import AnthropicAdapter as AnthropicAdapter
     from weakincentives.adapters.base import Adapter as Adapter
     from weakincentives.adapters.claude import ClaudeAgentSDKAdapter as ClaudeAgentSDKAdapter
     from weakincentives.adapters.litellm import LiteLLMAdapter as LiteLLMAdapter

@@ -1,6 +1,7 @@
-"""A provider's failures, from the errors of OpenAI's client library.
+"""A provider's failures, from the errors of its client library.
 
-LiteLLM raises subclasses of the same errors for every provider.
+LiteLLM raises subclasses of OpenAI's errors for every provider; Anthropic's library has the same
+classes under the same names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
@@ -28,9 +30,6 @@ from weakincentives.errors import (
 from weakincentives.logs import without_secrets
 from weakincentives.retry import NETWORK, TIMEOUT
 
-if TYPE_CHECKING:
-    import openai
-
 T = TypeVar("T")
 
 _SCHEMA_ADVICE = 'if the server does not support strict schemas, give strict=False or output="text"'
@@ -41,8 +40,18 @@ _ADVICE = {
     404: "check the model's name and base_url",
     422: _SCHEMA_ADVICE,
 }
-_STATUS_OF_CODE = {"rate_limit_exceeded": 429, "rate_limit_error": 429, "too_many_requests": 429}
-_NO_QUOTA = {"insufficient_quota", "billing_hard_limit_reached"}
+_STATUS_OF_CODE = {
+    "rate_limit_exceeded": 429,
+    "rate_limit_error": 429,
+    "too_many_requests": 429,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+_NO_QUOTA = {"insufficient_quota", "billing_hard_limit_reached", "billing_error"}
 
 _TOO_LONG = {"context_length_exceeded", "exceed_context_size_error", "request_too_large"}
 # OpenAI, vLLM and others; Anthropic; llama.cpp; LiteLLM; Gemini; Bedrock.
@@ -86,19 +95,25 @@ class Provider:
     where_the_key_is: str
     secrets: object = ()
     """Addresses, headers and options that are sent; anything secret in them is never shown."""
+    library: str = "openai"
+    """The package of the client library, which is loaded when it is used."""
+
+    @property
+    def _client(self) -> Any:
+        return import_module(self.library)
 
     async def answered(self, work: Awaitable[T]) -> T:
         """Await a request; raise the client library's errors as a ProviderError.
 
         The library's own error is not chained: it holds the request, and so the key.
         """
-        import openai
-
+        client = self._client
+        any_error = getattr(client, "OpenAIError", None) or client.AnthropicError
         try:
             return await work
         except ProviderError:
             raise
-        except openai.OpenAIError as error:
+        except any_error as error:
             failure = self._caused_by(error, self._from_client(error))
         except _transport_errors("HTTPError") as error:  # a broken stream is not wrapped
             failure = self._caused_by(error, self._connection_failed(error))
@@ -135,22 +150,22 @@ class Provider:
     def _malformed(self, what: object) -> MalformedResponse:
         return MalformedResponse(self._say("sent a malformed response", what))
 
-    def _from_client(self, error: openai.OpenAIError) -> ProviderError:
-        import openai
-
+    def _from_client(self, error: Any) -> ProviderError:
+        client = self._client
         text = str(getattr(error, "message", error))
-        if isinstance(error, openai.APIConnectionError):
+        code = getattr(error, "code", None) or getattr(error, "type", None)
+        if isinstance(error, client.APIConnectionError):
             return self._connection_failed(error)
-        if isinstance(error, openai.APIResponseValidationError):
+        if isinstance(error, client.APIResponseValidationError):
             return self._malformed(text)
-        if isinstance(error, openai.APIStatusError):
+        if isinstance(error, client.APIStatusError) and error.status_code >= 400:
             more: dict[str, Any] = getattr(error, "litellm_response_headers", None) or {}
             headers = {**error.response.headers, **more}
-            failure = self._by_status(error.status_code, headers, error.code, text)
+            failure = self._by_status(error.status_code, headers, code, text)
             failure.status = error.status_code
             return failure
-        if isinstance(error, openai.APIError):  # in a stream
-            return self.failed(error.code or error.type, text)
+        if isinstance(error, client.APIError):  # in a stream
+            return self.failed(code, text)
         return ProviderRejected(self._say("cannot be used", text))
 
     def _by_status(
@@ -172,11 +187,10 @@ class Provider:
         return ProviderRejected(message)
 
     def _connection_failed(self, error: Exception) -> ProviderUnavailable:
-        import openai
-
         cause = error.__cause__ or error
         what = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-        if isinstance(error, (openai.APITimeoutError, *_transport_errors("TimeoutException"))):
+        timeouts = (self._client.APITimeoutError, *_transport_errors("TimeoutException"))
+        if isinstance(error, timeouts):
             return ProviderUnavailable(self._say("did not answer in time", what), code=TIMEOUT)
         return ProviderUnavailable(self._say("cannot be reached", what), code=NETWORK)
 

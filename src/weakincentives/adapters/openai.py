@@ -122,7 +122,7 @@ class ChatAdapter(Adapter):
             answer = self._decoded(await create(**body))
         else:
             answer = await self._streamed(create, body, on_text)
-        with _reading():
+        with reading():
             return _read_chat(forms, answer)
 
     async def _streamed(
@@ -136,7 +136,7 @@ class ChatAdapter(Adapter):
         try:
             async for chunk in stream:
                 chunks.append(chunk)
-                with _reading():
+                with reading():
                     text = built.add(self._decoded(chunk))
                 on_text(text)
         finally:
@@ -189,7 +189,7 @@ class OpenAIAdapter(ChatAdapter):
         address = base_url if client is None else str(client.base_url)
         headers = {} if client is None else dict(client.default_headers)
         provider = Provider(
-            _server_name(address),
+            server_name(address or os.environ.get("OPENAI_BASE_URL"), "OpenAI"),
             model,
             key,
             "api_key=... or OPENAI_API_KEY",
@@ -262,7 +262,7 @@ class OpenAIAdapter(ChatAdapter):
                 raise
             self._asks_for_reasoning = False
             data = await self._response(forms, create, body)
-        with _reading():
+        with reading():
             if data.get("status") in {"failed", "cancelled"}:
                 failure = data.get("error") or {"message": data["status"]}
                 raise self._provider.failed(failure.get("code"), failure.get("message"))
@@ -277,7 +277,7 @@ class OpenAIAdapter(ChatAdapter):
             return self._decoded(await create(**body))
         async with await create(**body, stream=True) as stream:
             async for each in stream:
-                with _reading():
+                with reading():
                     event = self._decoded(each)
                     kind = event.get("type")
                 if kind in ("response.output_text.delta", "response.refusal.delta"):
@@ -313,14 +313,13 @@ def _key(given: str | None, base_url: str | None) -> str:
     )
 
 
-def _server_name(address: str | None) -> str:
+def server_name(address: str | None, vendor: str) -> str:
     """Return the server's name for messages, without a password in its address."""
-    address = address or os.environ.get("OPENAI_BASE_URL")
-    return f"The server at {urlsplit(address).netloc.rpartition('@')[2]}" if address else "OpenAI"
+    return f"The server at {urlsplit(address).netloc.rpartition('@')[2]}" if address else vendor
 
 
 @contextmanager
-def _reading() -> Generator[None]:
+def reading() -> Generator[None]:
     """Raise a ParseError for an answer that does not have the expected structure."""
     try:
         yield
@@ -429,7 +428,7 @@ def _chat_message(message: Message) -> dict[str, Any]:
         return {"role": "user", "content": parts if message.media else message.text}
     if message.role == "tool":
         return {"role": "tool", "tool_call_id": message.call_id, "content": message.text}
-    wire = _wire_of(message, "chat") or {"chat": {}, "calls": []}
+    wire = wire_of(message, "chat") or {"chat": {}, "calls": []}
     made: dict[str, Any] = {"role": "assistant", "content": message.text, **wire["chat"]}
     if message.tool_calls:
         made["content"] = message.text or None
@@ -445,7 +444,7 @@ def _chat_message(message: Message) -> dict[str, Any]:
     return made
 
 
-def _wire_of(message: Message, api: str) -> dict[str, Any] | None:
+def wire_of(message: Message, api: str) -> dict[str, Any] | None:
     """Return the fields the provider expects back; None for another adapter's message."""
     wire = cast("dict[str, Any]", message.wire)
     return wire if isinstance(message.wire, Mapping) and api in wire else None
@@ -579,7 +578,7 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": content}
     elif message.role == "tool":
         yield {"type": "function_call_output", "call_id": message.call_id, "output": content}
-    elif (wire := _wire_of(message, "responses")) is not None:
+    elif (wire := wire_of(message, "responses")) is not None:
         # The original items, reasoning included; calls under our ids.
         calls, pictures = iter(message.tool_calls), iter(message.media)
         for item in wire["responses"]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     "wink debug                    # all runs and branches of the directory",
     "wink debug k3f                # one run: timeline, files, state, blame",
     "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
+    "wink debug --link             # of the one that is running: for another browser",
     more="Runs in progress appear as they happen. Ctrl-C ends it.",
 )
 def debug(
@@ -55,6 +56,10 @@ def debug(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Only print the link; open no browser.")
     ] = False,
+    link_only: Annotated[
+        bool,
+        typer.Option("--link", help="Print one more link to the debugger that is running here."),
+    ] = False,
     database: DatabaseUrl = None,
 ) -> None:
     """See every file and value at every call in the browser.
@@ -63,11 +68,18 @@ def debug(
     wait there.
     """
     from weakincentives.debugger import serve
+    from weakincentives.debugger.links import running
     from weakincentives.debugger.server import Actions
     from weakincentives.programs import open_link
 
     directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id
+    if link_only:
+        links = running(directory)
+        if links is None:
+            raise Misuse(f"no debugger is running on {directory}; start it with wink debug")
+        echo(links.new(chosen))
+        return
 
     def opened(link: str) -> None:
         echo(link)

@@ -192,6 +192,7 @@ _EXTRAS = {
     "cli": (("typer", "rich"), "this command line"),
     "files": (("pathspec",), "file tools that respect .gitignore"),
     "openai": (("openai",), "models of OpenAI, and of every server with the same API"),
+    "anthropic": (("anthropic",), "models of Anthropic"),
     "litellm": (("litellm",), "models of about a hundred providers"),
     "claude-agent-sdk": (("claude-agent-sdk",), "Claude, through its own program"),
     "local": (("openai", "xllamacpp"), "a small model on this machine, without a network"),

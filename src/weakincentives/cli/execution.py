@@ -187,7 +187,7 @@ def _tell(program: _Program, result: ToolResult[Any], name: str, *, is_first: bo
         until = "" if is_first else "; the checkpoints before it stay, and `wink undo` undoes them"
         say(f"{name} rolled back: {result.message}{until}{program.how_to_restore}")
         return
-    code = f" ({program.name} exited with code {program.code})" if program.code else ""
+    code = f" ({result.message})" if result.message else ""
     paths = program.changed
     if not paths:
         text = "no files changed" if program.has_ended and is_first else "nothing more changed"
@@ -277,7 +277,7 @@ class _Program:
         if self._asks and self.changed and not self._person_commits(files):
             self._copies = self._at_end.enter_context(files.copied_changes())
             return ToolResult.error("you did not commit it")
-        return ToolResult.ok()
+        return ToolResult.ok(message=self._exited if self.code else "")
 
     def until_checkpoint(self, params: object, *, context: ToolContext) -> ToolResult[None]:
         """Start it, or let it go on, until it ends or a checkpoint is due at a quiet moment."""
@@ -302,7 +302,7 @@ class _Program:
             self._copies = self._at_end.enter_context(files.copied_changes())
             return self._failed(self.code)
         self.changed = files.changed_here()
-        return ToolResult.ok()
+        return ToolResult.ok(message=self._exited if self.code else "")
 
     def _keep_inside(self, files: HostFilesystem) -> None:
         """Have a coding agent work in its own process, not in a daemon."""
@@ -339,7 +339,11 @@ class _Program:
         from weakincentives.tool_result import ToolResult
 
         self.code = code
-        return ToolResult.error(f"{self.name} exited with code {code}")
+        return ToolResult.error(self._exited)
+
+    @property
+    def _exited(self) -> str:
+        return f"{self.name} exited with code {self.code}"
 
     def keep_copies(self) -> None:
         """Keep the changes of a call that was rolled back, unless that has been done."""

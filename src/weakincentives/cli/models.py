@@ -183,6 +183,12 @@ def _openai_responses(asked: _Asked) -> Adapter:
     return OpenAIAdapter(asked.name, api="responses", options=asked.options)
 
 
+def _anthropic(asked: _Asked) -> Adapter:
+    from weakincentives.adapters import AnthropicAdapter
+
+    return AnthropicAdapter(asked.name, options=asked.options)
+
+
 def _litellm(asked: _Asked) -> Adapter:
     from weakincentives.adapters import LiteLLMAdapter
 
@@ -233,6 +239,13 @@ PROVIDERS = {
     "openai": Provider(form="openai:NAME", extra="openai", open=_openai, variables=_OPENAI),
     "openai-responses": Provider(
         form="openai-responses:NAME", extra="openai", open=_openai_responses, variables=_OPENAI
+    ),
+    "anthropic": Provider(
+        form="anthropic:NAME",
+        extra="anthropic",
+        open=_anthropic,
+        variables=(*_CLAUDE_KEYS[:2], "ANTHROPIC_BASE_URL"),
+        has_temperature=False,
     ),
     "litellm": Provider(form="litellm:PROVIDER/NAME", extra="litellm", open=_litellm),
     "claude": Provider(

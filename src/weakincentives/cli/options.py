@@ -243,8 +243,8 @@ Sandbox = Annotated[
     typer.Option(
         "--sandbox",
         metavar="NAME",
-        help="What commands run in: auto, podman, bubblewrap, namespaces or none. Or what they may "
-        "use: read=DIR, write=DIR, env=NAME, network=HOST. Can be repeated.",
+        help="What commands run in: auto, podman, bubblewrap, namespaces, seatbelt or none. Or "
+        "what they may use: read=DIR, write=DIR, env=NAME, network=HOST. Can be repeated.",
     ),
 ]
 Ask = Annotated[

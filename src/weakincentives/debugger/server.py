@@ -1,6 +1,6 @@
-"""The debugger's server: on loopback, for one browser, with a link that works once.
+"""The debugger's server: on loopback, for one browser, with links that work once.
 
-The link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
+A link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
 has an Origin, ours. The page may load nothing from elsewhere, and no script but its own. It is
 below a random path: without one, a browser would send the cookie to all servers of this host.
 """
@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from weakincentives.collector import no_collection
 from weakincentives.debugger.contents import to_json
+from weakincentives.debugger.links import Links, announced
 from weakincentives.debugger.records import Json, NotFound
 from weakincentives.debugger.views import Views
 from weakincentives.errors import MissingExtra, WinkError
@@ -90,7 +91,7 @@ _USED = """<!doctype html>
 <meta charset="utf-8">
 <title>This link does not work</title>
 <h1>This link does not work any more</h1>
-<p>Each link opens the page once, in one browser. Run <code>wink debug</code> again for a new one.
+<p>Each link opens the page once, in one browser. <code>wink debug --link</code> prints a new one.
 """
 
 
@@ -115,7 +116,7 @@ class Actions:
 
 
 class Debugger:
-    """The application, and its link.
+    """The application, and its links.
 
     It refuses foreign requests, exchanges the token for a cookie, and sets the headers.
     """
@@ -128,9 +129,7 @@ class Debugger:
         """The path that everything is below."""
         self.run = run
         """The run that the page opens with."""
-        self.token = secrets.token_urlsafe(32)
-        """In the link; it works once."""
-        self._is_used = False
+        self.links = Links(f"http://127.0.0.1:{port}{self.place}/")
         self._secret = secrets.token_urlsafe(32)
         self._port = port
         self._posts = (actions or Actions()).posts
@@ -179,19 +178,18 @@ class Debugger:
             return PlainTextResponse(f"{refused}\n", 403)
         given = request.query_params.get("token") if path == "/" else None
         if given is not None:
-            return self._exchanged(given)
+            return self._exchanged(given, request.query_params.get("run", self.run))
         cookie = request.cookies.get(_COOKIE, "")
         if path is None or not hmac.compare_digest(cookie.encode(), self._secret.encode()):
             return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
         return None
 
-    def _exchanged(self, given: str) -> Response:
+    def _exchanged(self, given: str, run: str) -> Response:
         """Return the page with the cookie, for the token; it does so once."""
-        if self._is_used or not hmac.compare_digest(given.encode(), self.token.encode()):
+        if not self.links.take(given):
             return HTMLResponse(_USED, 401)
-        self._is_used = True
         # No redirect: after a click on another site, the browser would not send the cookie with it.
-        answer = HTMLResponse(_ENTER.format(quote(self.run)))
+        answer = HTMLResponse(_ENTER.format(quote(run)))
         place = f"{self.place}/"
         answer.set_cookie(_COOKIE, self._secret, path=place, httponly=True, samesite="strict")
         return answer
@@ -378,5 +376,6 @@ async def _serve(
     debugger = Debugger(views, port=port, actions=actions, run=run)
     # Most of the work for the first page, while the browser starts.
     threading.Thread(target=_warm, args=[views, run], daemon=True).start()
-    on_ready(f"http://127.0.0.1:{port}{debugger.place}/?token={debugger.token}")
-    await serve_app(debugger.app, listening, on_stop=debugger.stop)
+    with announced(views.path, debugger.links.address):
+        on_ready(debugger.links.new())
+        await serve_app(debugger.app, listening, on_stop=debugger.stop)

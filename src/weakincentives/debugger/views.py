@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -191,7 +193,7 @@ class Views:
 
     def summary(self, run: Run) -> Json:
         """Return what lists show of a run, or why it cannot be read."""
-        summary = {
+        summary: Json = {
             "id": run.id,
             "mark": run.mark,
             "title": "",
@@ -208,11 +210,16 @@ class Views:
             "tokens": 0,
             "cost": None,
             "damage": None,
+            "result": None,
         }
         try:
-            return summary | _summary(self.records(run.id))
+            summary |= _summary(self.records(run.id))
+            # While a run goes on, each look would count all its calls again.
+            if summary["state"] != "running":
+                summary["result"] = _result(self.joined(run.id))
         except (OSError, WinkError, NotFound) as error:
             return summary | {"damage": str(error), "state": _state(run)}
+        return summary
 
     # One run
 
@@ -539,6 +546,60 @@ def _summary(records: RunRecords) -> Json:
         "cost": None if price is None else sum(map(price.of, usages)),
         "damage": records.damage or None,
     }
+
+
+def _result(joined: RunCalls) -> Json:
+    """Return what a run came to: its files, and the calls that did not end well."""
+    kinds: dict[str, str] = {}
+    outcomes: Counter[str] = Counter()
+    for placed in joined.placed:
+        if placed.call.outer is not None:
+            continue
+        outcomes[placed.call.outcome] += 1
+        commit = joined.commit_of(placed)
+        if commit is None or placed.call.outcome == "undone":
+            continue
+        for step in commit.steps:
+            path, kind = wire_path(step.parts), kind_of(step)
+            if step.origin:
+                _add(kinds, wire_path(step.origin), "deleted")
+            _add(kinds, path, kind)
+    return {
+        "files": dict(Counter(kinds.values())),
+        "outcomes": {name: outcomes[name] for name in _WORTH_A_LOOK if outcomes[name]},
+        "exit": _exit_code(joined),
+    }
+
+
+_WORTH_A_LOOK = ("rolled back", "denied", "refused", "suspended", "undone", "partly undone")
+
+
+def _add(kinds: dict[str, str], path: str, kind: str) -> None:
+    """Note what a further call did to a file: what came and went is not a change."""
+    match kinds.pop(path, None), kind:
+        case "added", "deleted":
+            pass
+        case "added", "changed":
+            kinds[path] = "added"
+        case "deleted", "added":
+            kinds[path] = "changed"
+        case _:
+            kinds[path] = kind
+
+
+def _exit_code(joined: RunCalls) -> int | None:
+    """Return the exit code of a program that `wink exec` ran."""
+    records = joined.records
+    if records.run.data.about.get("kind") != "exec" or not joined.placed:
+        return None
+    record = records.fields(records.notes[joined.placed[-1].call.number - 1].item)
+    found = _EXITED.search(_shown(record, None))
+    if found is None:
+        return 0 if record["success"] else None
+    return int(found[1])
+
+
+_EXITED = re.compile(r" exited with code (\d+)$")
 
 
 def _state(run: Run, records: RunRecords | None = None) -> str:

@@ -360,6 +360,75 @@ def test_a_handler_cannot_end_the_transaction_of_its_connection(world: World, en
     assert tools.execute("add", {"number": 2}).success
 
 
+def test_an_engine_that_commits_each_statement_is_refused(request: pytest.FixtureRequest):
+    """No rollback would take its rows back."""
+    url = psycopg(request.getfixturevalue("postgres").new_database())
+    create = sqlalchemy.create_engine
+    for database in (
+        SqlDatabase(create(url), isolation_level="AUTOCOMMIT"),
+        SqlDatabase(create(url, isolation_level="AUTOCOMMIT"), isolation_level=None),
+        SqlDatabase(create(url, connect_args={"autocommit": True}), isolation_level=None),
+        AsyncSqlDatabase(create_async_engine(url), isolation_level="AUTOCOMMIT"),
+    ):
+        tool = later if isinstance(database, AsyncSqlDatabase) else add
+        with wink.ToolRegistry([tool], resources={Database: database}) as tools:
+            assert "autocommit mode" in tools.execute(tool.name, {"number": 1}).message
+        database.close()
+
+
+def test_an_autocommit_engine_still_has_transactions_in_calls(
+    tmp_path: Path, request: pytest.FixtureRequest
+):
+    """By default the calls have their own isolation level."""
+    for url in (
+        psycopg(request.getfixturevalue("postgres").new_database()),
+        f"sqlite:///{tmp_path / 'b.db'}",
+    ):
+        engine = sqlalchemy.create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            for statement in SCHEMA:
+                connection.execute(sqlalchemy.text(statement))
+        world = World(SqlDatabase(engine), engine)
+        tools = world.tools(add)
+
+        assert tools.execute("add", {"number": 1}).success
+        assert not tools.execute("add", {"number": 2, "fails": True}).success
+        assert world.numbers() == [1]
+        engine.dispose()
+
+
+def test_what_a_call_leaves_on_its_connection_is_not_there_for_the_next_one(tmp_path: Path):
+    database = SqliteDatabase(tmp_path / "desk.db")
+
+    @wink.tool(reach="reversible")
+    def leaves(statement: str, *, context: wink.ToolContext) -> None:
+        """Change more than rows."""
+        context.resources.get(SqliteDatabase).execute(statement)
+
+    @wink.tool(reach="read")
+    def looks(*, context: wink.ToolContext) -> list[str]:
+        """Look what is there."""
+        db = context.resources.get(SqliteDatabase)
+        found = db.execute("SELECT name FROM pragma_database_list")
+        more = db.execute("SELECT name FROM sqlite_temp_master")
+        cache = db.execute("PRAGMA cache_size").scalar()
+        return sorted([*(row[0] for row in (*found, *more)), str(cache)])
+
+    tools = wink.ToolRegistry([leaves, looks], resources={SqliteDatabase: database})
+    with tools:
+        before = tools.execute("looks").value
+        for statement in (
+            "CREATE TEMP TABLE t (x)",
+            "ATTACH ':memory:' AS other",
+            "PRAGMA cache_size = 7",
+        ):
+            assert tools.execute("leaves", {"statement": statement}).success
+            assert tools.execute("looks").value == before
+        refused = tools.execute("leaves", {"statement": "PRAGMA recursive_triggers = 0"})
+        assert "a call cannot change recursive_triggers" in refused.message
+    database.close()
+
+
 def test_the_connection_of_a_call_takes_part_too(world: World):
     class Base(sqlalchemy.orm.DeclarativeBase):
         pass

@@ -262,6 +262,38 @@ def test_what_cannot_be_undone_is_named(world: World):
     assert any("the schema was changed" in each for each in undone.notes)
 
 
+def test_a_table_that_was_made_again_since_is_named(world: World):
+    """As migrations do it: the triggers are gone with the old table."""
+    call = world.call("INSERT INTO customer VALUES ('Ann', 1)")
+    world.person(
+        "CREATE TABLE again (invoice INTEGER, place INTEGER, PRIMARY KEY (invoice, place))",
+        "DROP TABLE line",
+        "ALTER TABLE again RENAME TO line",
+    )
+    lost = world.call("INSERT INTO line VALUES (1, 1)")
+
+    assert [note for note in world.database.undo([lost]).notes if "line are not recorded" in note]
+    world.database.track(*TABLES)
+
+    assert world.database.undo([call]).notes == ()
+
+
+@pytest.mark.parametrize("world", SYNC, indirect=True)
+def test_without_our_tables_a_call_fails_until_they_are_back(world: World):
+    """Someone has dropped them: better no call than one that nobody can undo."""
+    world.person("DROP TABLE wink_row")
+    insert = "INSERT INTO customer VALUES ('Ann', 1)"
+    failed = world.tools.execute("run", {"statements": [insert]})
+    assert not failed.success
+    assert "wink_row" in failed.message
+    assert world.everything() == {}
+
+    world.database.track(*TABLES)
+    world.database.undo([world.call(insert)])
+
+    assert world.everything() == {}
+
+
 def test_every_value_comes_back_exactly(world: World):
     is_sqlite = world.engine.dialect.name == "sqlite"
     kind = "BLOB" if is_sqlite else "BYTEA"

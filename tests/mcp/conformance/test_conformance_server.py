@@ -10,13 +10,29 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from suite import FROZEN, REVISIONS, checks, program, run
+from suite import FROZEN, REVISIONS, checks, marked, program, run
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.heavy
 
 # How many scenarios there are for a server: none may vanish.
 SCENARIOS = {"2025-03-26": 1, "2025-06-18": 27, "2025-11-25": 33, "2026-07-28": 40}
+REQUIRED = {"2025-11-25": 33, "2026-07-28": 40}
+# An extension of the protocol that the SDK's server does not have either: tasks (SEP-2663).
+EXTENSIONS_WITHOUT = {
+    "2025-11-25": set[str](),
+    "2026-07-28": {
+        "tasks-capability-negotiation",
+        "tasks-dispatch-and-envelope",
+        "tasks-lifecycle",
+        "tasks-mrtr-composition",
+        "tasks-mrtr-input",
+        "tasks-request-headers",
+        "tasks-request-state-removal",
+        "tasks-required-task-error",
+        "tasks-wire-fields",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,4 +64,7 @@ def test_every_scenario_of_a_revision_passes_and_none_is_hollow(
 
 @pytest.mark.parametrize("revision", FROZEN)
 def test_the_frozen_requirements_of_a_revision_hold(url: str, revision: str, tmp_path: Path):
-    run("server", tmp_path, "--url", url, "--requirements", revision)
+    said = run("server", tmp_path, "--url", url, "--requirements", revision)
+
+    assert len(marked(said, "✓")) >= REQUIRED[revision], said
+    assert marked(said, "✗") == EXTENSIONS_WITHOUT[revision], said

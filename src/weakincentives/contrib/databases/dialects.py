@@ -95,10 +95,11 @@ class SqliteDialect(Dialect):
 
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
-            "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger' AND name LIKE"
-            " 'wink\\_%' ESCAPE '\\'"
+            "SELECT tbl_name, min(name LIKE 'wink\\_row\\_%' ESCAPE '\\') FROM sqlite_master WHERE"
+            " type = 'trigger' AND name LIKE 'wink\\_%' ESCAPE '\\' GROUP BY tbl_name HAVING"
+            f" count(*) = {len(_EVENTS)}"
         )
-        return {table: not name.startswith("wink_other_") for table, name in found}
+        return {table: bool(rows) for table, rows in found}
 
     def record(self, work: Work, table: Table) -> None:
         name = table.name
@@ -386,7 +387,8 @@ class PostgresDialect(Dialect):
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
             "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
-            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed')"
+            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed') AND tgenabled <>"
+            " 'D'"
         )
         return {str(table): bool(rows) for table, rows in found}
 

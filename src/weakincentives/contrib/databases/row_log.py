@@ -430,7 +430,7 @@ class _Undo:
         log, work = self.log, self.work
         numbers = log._numbers(work, call_ids)
         records = log._records(work, numbers.values())
-        notes = _not_undone(records)
+        notes = [*_not_undone(records), *self._unwatched()]
         planned, left = self._plan([each for each in records if each.key], force=force)
         notes += [f"row {name} has changed since, and stays" for name in left]
         if planned:
@@ -441,6 +441,17 @@ class _Undo:
                 raise RowUndoRefused(f"a foreign key would be broken: {sorted(more)[0]}")
         changes = log._net(self._own_records())
         return UndoneRows(tuple(changes), tuple(notes))
+
+    def _unwatched(self) -> list[str]:
+        """Name the tables that have no trigger of ours, though others have: they came later."""
+        dialect, work = self.log.dialect, self.work
+        known = dialect.recorded(work)
+        missing = sorted({*dialect.tables(work)} - known.keys()) if any(known.values()) else []
+        return [
+            f"changes of {each} are not recorded, and so not undone: it is new, or was made "
+            "again, since track() was called"
+            for each in missing
+        ]
 
     def _own_records(self) -> list[Record]:
         own = self.log._numbers(self.work, [self.work.call_id])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
 from weakincentives.contrib.databases.dialects import PostgresDialect, SqliteDialect
 from weakincentives.contrib.databases.row_log import RowLog
-from weakincentives.errors import MissingExtra, ReadOnlyView, WinkError
+from weakincentives.errors import MissingExtra, ReadOnlyView, ResourceError, WinkError
 from weakincentives.gate import running_loop
 
 try:
@@ -184,6 +184,11 @@ class _SqlWork(Work):
         reads = view.read_only is not None
         try:
             self.connection.begin()
+            if _is_autocommit(self.connection.connection.dbapi_connection):
+                raise ResourceError(
+                    "the engine is in autocommit mode, so no row could be rolled back: create it "
+                    'without isolation_level="AUTOCOMMIT" and without autocommit'
+                )
             if self.database.is_sqlite:
                 self._begin_sqlite(reads)
         except BaseException:
@@ -289,6 +294,14 @@ class _SqlWork(Work):
                     self.connection.invalidate()
             finally:
                 self.connection.close()
+
+
+def _is_autocommit(connection: Any) -> bool:
+    """Whether a connection of a driver commits each statement at once; drivers differ."""
+    of_mysql = getattr(connection, "get_autocommit", None)
+    return getattr(connection, "autocommit", False) is True or (
+        of_mysql is not None and bool(of_mysql())
+    )
 
 
 @contextmanager

@@ -218,7 +218,7 @@ class _SqliteWork(Work):
     database: SqliteDatabase
     connection: _Connection
     is_shared = False
-    """Whether the handler has the connection itself."""
+    """Whether the handler has the connection itself, or changed more of it than rows."""
 
     def __init__(self, database: SqliteDatabase) -> None:
         super().__init__(database)
@@ -364,6 +364,20 @@ class _SqliteWork(Work):
             gate.release()
 
 
+_OURS = frozenset({"query_only", "recursive_triggers"})
+"""Settings of a connection with which calls are refused writes, and rows recorded."""
+_STAYS = frozenset(
+    {
+        sqlite3.SQLITE_ATTACH,
+        sqlite3.SQLITE_CREATE_TEMP_INDEX,
+        sqlite3.SQLITE_CREATE_TEMP_TABLE,
+        sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
+        sqlite3.SQLITE_CREATE_TEMP_VIEW,
+    }
+)
+"""What stays with a connection, so that another call must not get it."""
+
+
 class _Connection(sqlite3.Connection):
     """A connection whose transactions are the call's, and not the handler's."""
 
@@ -373,13 +387,17 @@ class _Connection(sqlite3.Connection):
     denied = ""
 
     def authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        if not self.is_ours:
-            if action == sqlite3.SQLITE_TRANSACTION:
-                self.denied = NOT_YOURS
-                return sqlite3.SQLITE_DENY
-            if action == sqlite3.SQLITE_PRAGMA and second is not None and first == "query_only":
-                self.denied = "a tool that only reads cannot change query_only"
-                return sqlite3.SQLITE_DENY
+        if self.is_ours:
+            return sqlite3.SQLITE_OK
+        if action == sqlite3.SQLITE_TRANSACTION:
+            self.denied = NOT_YOURS
+            return sqlite3.SQLITE_DENY
+        sets = action == sqlite3.SQLITE_PRAGMA and second is not None
+        if sets and first in _OURS:
+            self.denied = f"a call cannot change {first}: it depends on it"
+            return sqlite3.SQLITE_DENY
+        if (sets or action in _STAYS) and self.work is not None:
+            self.work.is_shared = True
         return sqlite3.SQLITE_OK
 
     def cursor(self, factory: Any = None) -> Any:

@@ -46,6 +46,7 @@ from weakincentives.contrib.tools.sandbox.limits import (
     new_name,
     remove_cgroups,
 )
+from weakincentives.contrib.tools.sandbox.seatbelt import Rules
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
 from weakincentives.contrib.tools.sandbox.settings import EngineName, SandboxChoice, SandboxSettings
 from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
@@ -160,6 +161,11 @@ class Engine(ABC):
     """What the model is told about its commands."""
     has_proxy = False
     """Whether commands can reach hosts through our proxy."""
+    trial = 'test -w . && test ! -e "$0"'
+    """A command that succeeds in the sandbox only: its directory can be written, and is not to be
+    seen by its name outside."""
+    is_untried = False
+    """Whether it has never been run where it is for; then it must be asked for by name."""
     runs_images = False
     """Whether commands can run in an image."""
 
@@ -670,6 +676,43 @@ def _binds(mounts: Sequence[Mount]) -> Iterator[str]:
             yield f"--mount={line.getvalue().strip()}"
 
 
+class Seatbelt(Engine):
+    """Confines commands on macOS, by a profile: nobody has run it there yet."""
+
+    name = "seatbelt"
+    told = "Commands run in a sandbox (seatbelt)."
+    is_untried = True
+    trial = 'test -w . && ! touch "$0/../wink-trial"'
+
+    def missing(self) -> str | None:
+        return None if sys.platform == "darwin" else "it needs macOS"
+
+    @contextmanager
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
+        root, project = str(command.workspace), command.project
+        with self.kit.folder() as folder:
+            scratch = folder / "scratch"
+            scratch.mkdir()
+            rules = Rules(
+                workspace=root,
+                scratch=str(scratch),
+                readable=[
+                    str(folder),
+                    *(path for kind, path, _ in project.mounts if kind == "read"),
+                ],
+                writable=project.writable,
+                read_only=[f"{root}/{path}" for path in command.read_only],
+                hidden=[*(f"{root}/{path}" for path in command.hidden), *project.covered],
+            )
+            _write(folder / "profile", rules.profile().encode())
+            own = {"HOME": str(scratch), "TMPDIR": str(scratch)}
+            _, script, _ = self.kit.environment(
+                replace(command, env={**own, **command.env}), folder
+            )
+            shell = ["/bin/sh", "-c", '. "$0"; exec "$@"', script, *command.argv]
+            yield Launch(rules.arguments(str(folder / "profile"), shell), _outside())
+
+
 class Unconfined(Engine):
     """No sandbox: used only when asked for by name."""
 
@@ -684,7 +727,7 @@ class Unconfined(Engine):
         yield Launch(command.argv, command.env, watched=True)
 
 
-ENGINES: tuple[type[Engine], ...] = (Namespaces, Bubblewrap, Podman)
+ENGINES: tuple[type[Engine], ...] = (Namespaces, Bubblewrap, Podman, Seatbelt)
 """The only list of engines, the fastest first. Without one: ``Unconfined``."""
 
 
@@ -766,7 +809,7 @@ class Sandbox:
         """
         words = Command.of(argv).argv
         project = self.environment(fs.root, fs.store)
-        if not real_path and self.name != "none":
+        if not real_path and self.name not in ("seatbelt", "none"):
             project = replace(project, places=(WORKSPACE,))
         inside = str(PurePosixPath(project.places[0], fs.normalize(cwd)))
         own = _checked(env or {})
@@ -826,8 +869,7 @@ class Sandbox:
         if self.settings.network != "off" and not self.engine.has_proxy:
             return "it cannot let commands reach a list of hosts; namespaces can"
         with tempfile.TemporaryDirectory(prefix="wink-") as folder:
-            # It works if the command can write there, and cannot see it by its own name.
-            test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
+            test = ["/bin/sh", "-c", self.engine.trial, folder]
             command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
             try:
                 with self.engine.wrapped(command) as launch:
@@ -899,8 +941,10 @@ def find_sandbox(
             raise FileNotFoundError(
                 errno.ENOENT, "no such directory to show in the sandbox", str(path)
             )
-    if settings.engine != "none" and sys.platform != "linux":
-        raise _unavailable(f"sandboxes need Linux, this is {sys.platform}")
+    if settings.engine not in ("none", "seatbelt") and sys.platform != "linux":
+        own = "; 'seatbelt' is for macOS, but has not been run there yet: try it with care"
+        has_own = own if sys.platform == "darwin" else ""
+        raise _unavailable(f"sandboxes need Linux, this is {sys.platform}{has_own}")
     python, base = "python3", ()
     if settings.image is None and is_missing(python):
         python, base = os.path.realpath(sys.executable), (sys.base_prefix,)
@@ -931,5 +975,6 @@ def _engines(settings: SandboxSettings, read_only: Sequence[str]) -> list[Engine
     return [
         engine(kit, settings.image)
         for engine in ENGINES
-        if settings.engine in ("auto", engine.name) and (engine.runs_images or not settings.image)
+        if settings.engine in (engine.name, "" if engine.is_untried else "auto")
+        and (engine.runs_images or not settings.image)
     ]

@@ -136,7 +136,7 @@ def project_environment(
         if settings.network == "off":
             env |= _OFFLINE.get(each.name, {})
     return ProjectEnvironment(
-        places=_places(root) if settings.engine != "none" else (os.fspath(root),),
+        places=(os.fspath(root),) if settings.engine in ("seatbelt", "none") else _places(root),
         toolchains=tuple(search.found),
         refused=tuple(search.refused),
         mounts=tuple(mounts),

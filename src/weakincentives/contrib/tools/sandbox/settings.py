@@ -11,7 +11,7 @@ from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
 from weakincentives.state import WITHHELD
 
-EngineName = Literal["namespaces", "bubblewrap", "podman", "none"]
+EngineName = Literal["namespaces", "bubblewrap", "podman", "seatbelt", "none"]
 """The engines, the fastest first; ``"none"`` runs commands without any."""
 SandboxChoice = Literal["auto", EngineName]
 
@@ -29,6 +29,7 @@ class SandboxSettings:
 
     engine: SandboxChoice = "auto"
     """``"auto"`` is the fastest that works: namespaces of our own, bubblewrap, podman.
+    ``"seatbelt"`` is for macOS, where nobody has run it yet: nothing chooses it by itself.
     ``"none"`` runs commands without any: they can do what this process can."""
     image: str | None = None
     """A podman image to run commands in; else they see the programs of the host, read-only."""

@@ -41,7 +41,12 @@ export function App() {
       <Header workspace={workspace} run={run} connected={connected}
         approvals={() => setDialog("approvals")} help={() => setDialog("help")} />
       {source.note && <p class="banner">{source.note}</p>}
-      {error && <Problem text={error} />}
+      {error && (
+        <main id={here ? undefined : "main"} class={here ? undefined : "waiting"}>
+          <Problem text={error} />
+          {!here && source.live && <p><a href="#">All runs of this directory</a></p>}
+        </main>
+      )}
       {!run && workspace && <Home workspace={workspace} />}
       {here && workspace && (
         <RunPage key={run} view={here} place={place} workspace={workspace} version={version}

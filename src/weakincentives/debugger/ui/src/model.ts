@@ -211,6 +211,24 @@ export function parsePatch(patch: string): DiffLine[] {
   return found;
 }
 
+/** A part of a line, from and to. */
+export type Span = readonly [number, number];
+
+/** The lines of a diff that replace each other: a removed one, and the added one in its place. */
+export function replaced(lines: DiffLine[]): [removed: number, added: number][] {
+  const found: [number, number][] = [];
+  for (let i = 0; i < lines.length; i++) {
+    if (lines[i]!.kind !== "-") continue;
+    let middle = i;
+    while (lines[middle]?.kind === "-") middle++;
+    let end = middle;
+    while (lines[end]?.kind === "+") end++;
+    for (let k = 0; k < Math.min(middle - i, end - middle); k++) found.push([i + k, middle + k]);
+    i = Math.max(i, end - 1);
+  }
+  return found;
+}
+
 /** Where two texts of JSON, or of anything else, differ, line by line. */
 export function diffLines(a: string[], b: string[]): DiffLine[] {
   let head = 0;

@@ -1,12 +1,17 @@
 // What the server serves and an export embeds: see the contract in ../../views.py.
 
 export type Outcome =
-  | "committed" | "ok" | "rolled back" | "denied" | "refused" | "suspended" | "undone" | "undo" | "dry run";
+  | "committed" | "ok" | "rolled back" | "denied" | "refused" | "suspended" | "undone" | "partly undone" | "undo" | "dry run";
 
 export interface RunSummary {
   id: string; mark: string; title: string; kind: string; model: string; began: number; saved: number;
   state: "running" | "finished" | "interrupted"; branch: string; dry: boolean; forkedFrom: string | null;
   turns: number; calls: number; tokens: number; cost: number | null; damage: string | null;
+  /** Not while it goes on. */
+  result?: RunResult | null;
+}
+export interface RunResult {
+  files: Partial<Record<FileKind, number>>; outcomes: Partial<Record<Outcome, number>>; exit: number | null;
 }
 export interface BranchSummary {
   name: string; run: string | null; base: number; commits: number; files: string[]; inUse: boolean; time: number;

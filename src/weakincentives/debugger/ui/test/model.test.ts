@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import {
-  asFolders, author, compareWorlds, diffLines, distinct, fileAt, filtered, merged, parsePatch, partAt, rows, search, serialAt,
+  asFolders, author, compareWorlds, diffLines, distinct, fileAt, filtered, merged, parsePatch, partAt, replaced, rows, search, serialAt,
   sliceAt, splitLines, textAt, treeAt, type Traced,
 } from "../src/model.ts";
 import type { CallRow, CallView, Commit, RunView, SliceHistory, Tree, Versions } from "../src/types.ts";
@@ -220,4 +220,13 @@ test("search finds text, arguments, results and the lines that calls wrote", () 
   assert.equal(found.hits[0]!.excerpt.slice(found.hits[0]!.at).toLowerCase(), "needle");
   assert.deepEqual(search("needle", new Set(["result"]), calls, [file]).hits.length, 1);
   assert.equal(search("e", new Set(["text"]), calls, [], 1).truncated, true);
+});
+
+test("lines that replace each other are found in pairs, as far as there are as many", () => {
+  const patch = "@@ -1,5 +1,4 @@\n-a\n-b\n+A\n c\n+new\n-d\n+D\n+E";
+
+  const lines = parsePatch(patch);
+
+  const text = (i: number) => lines[i]!.text;
+  assert.deepEqual(replaced(lines).map(([i, j]) => [text(i), text(j)]), [["a", "A"], ["d", "D"]]);
 });

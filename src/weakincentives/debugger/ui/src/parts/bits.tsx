@@ -12,6 +12,7 @@ const SHAPES: Record<OutcomeName, string> = {
   refused: "M4 4l8 8M12 4l-8 8",
   suspended: "M5.5 3.5v9M10.5 3.5v9",
   undone: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8h6",
+  "partly undone": "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8h3",
   undo: "M13 13a5 5 0 0 0-5-6H3M6 4L3 7l3 3",
   "dry run": "M8 2.5a5.5 5.5 0 0 1 5.5 5.5M8 13.5a5.5 5.5 0 0 1-5.5-5.5",
 };

@@ -1,16 +1,42 @@
 // Differences: a unified patch as lines, and two texts side by side in CodeMirror's merge view.
 
-import { MergeView } from "@codemirror/merge";
+import { MergeView, presentableDiff } from "@codemirror/merge";
 import { EditorState } from "@codemirror/state";
 import { EditorView, lineNumbers } from "@codemirror/view";
-import { useEffect, useRef, useState } from "preact/hooks";
-import type { DiffLine } from "../model.ts";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { replaced, type DiffLine, type Span } from "../model.ts";
+import { coloredDiff, language, marked, type Token } from "./syntax.ts";
 
 const MOST = 400;
+const LONGEST = 500;
 
-export function DiffLines({ lines, label }: { lines: DiffLine[]; label: string }) {
+/** What differs within lines that replace each other, unless that is most of them. */
+function changedParts(lines: DiffLine[]): Map<number, Span[]> {
+  const found = new Map<number, Span[]>();
+  for (const [i, j] of replaced(lines)) {
+    const [a, b] = [lines[i]!.text, lines[j]!.text];
+    if (Math.max(a.length, b.length) > LONGEST) continue;
+    const changes = presentableDiff(a, b);
+    const left = changes.map((c): Span => [c.fromA, c.toA]);
+    const right = changes.map((c): Span => [c.fromB, c.toB]);
+    const size = (spans: Span[]) => spans.reduce((n, [from, to]) => n + to - from, 0);
+    if (size(left) + size(right) > 0.7 * (a.length + b.length)) continue;
+    found.set(i, left).set(j, right);
+  }
+  return found;
+}
+
+export function Tokens({ tokens, spans = [] }: { tokens: Token[]; spans?: Span[] }) {
+  return <>{marked(tokens, spans).map(([text, tone, changed], i) => (
+    tone || changed ? <span key={i} class={`${tone} ${changed ? "within" : ""}`}>{text}</span> : text
+  ))}</>;
+}
+
+export function DiffLines({ lines, label, path = "" }: { lines: DiffLine[]; label: string; path?: string }) {
   const [all, setAll] = useState(false);
-  const shown = all ? lines : lines.slice(0, MOST);
+  const shown = useMemo(() => (all ? lines : lines.slice(0, MOST)), [lines, all]);
+  const colors = useMemo(() => coloredDiff(shown, path), [shown, path]);
+  const within = useMemo(() => changedParts(shown), [shown]);
   return (
     <div class="diff" role="group" aria-label={label} tabIndex={0}>
       <table>
@@ -21,7 +47,7 @@ export function DiffLines({ lines, label }: { lines: DiffLine[]; label: string }
               <tr key={i} class={line.kind === "+" ? "added" : line.kind === "-" ? "removed" : ""}>
                 <td class="number">{line.a || line.b}</td>
                 <td class="sign">{line.kind}</td>
-                <td class="text">{line.text}</td>
+                <td class="text"><Tokens tokens={colors[i] ?? [[line.text, ""]]} spans={within.get(i)} /></td>
               </tr>
             ))}
         </tbody>
@@ -51,7 +77,7 @@ const THEME = EditorView.theme({
 });
 
 /** CodeMirror lives in a shadow root: only there its styles need no <style> element, which the policy forbids. */
-export function SideBySide({ a, b, label }: { a: string; b: string; label: string }) {
+export function SideBySide({ a, b, label, path = label }: { a: string; b: string; label: string; path?: string }) {
   const host = useRef<HTMLDivElement>(null);
   useEffect(() => {
     const node = host.current;
@@ -60,7 +86,7 @@ export function SideBySide({ a, b, label }: { a: string; b: string; label: strin
     const side = (doc: string, name: string) => ({
       doc,
       extensions: [
-        lineNumbers(), EditorState.readOnly.of(true), EditorView.lineWrapping, THEME,
+        lineNumbers(), language(path), EditorState.readOnly.of(true), EditorView.lineWrapping, THEME,
         EditorView.contentAttributes.of({ "aria-label": `${label}, ${name}`, "aria-readonly": "true" }),
       ],
     });

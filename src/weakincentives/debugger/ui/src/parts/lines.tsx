@@ -2,6 +2,8 @@
 
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import type { CallRow } from "../types.ts";
+import { Tokens } from "./diff.tsx";
+import { colored } from "./syntax.ts";
 import { Virtual } from "./virtual.tsx";
 
 export interface Line { text: string; call: number | null; author: string }
@@ -17,6 +19,8 @@ interface Props {
   /** Lines that the call at this point wrote are marked. */
   now: number;
   numbers?: boolean;
+  /** Its ending names the language. */
+  path: string;
 }
 
 const LONGEST = 2000;
@@ -26,6 +30,7 @@ export function Lines(props: Props) {
   const { lines, calls, chosen, now } = props;
   const width = String(lines.length).length;
   const holder = useRef<HTMLDivElement>(null);
+  const colors = useMemo(() => colored(lines.map((l) => l.text.replace(/\r?\n$/, "")).join("\n"), props.path), [lines, props.path]);
   const longest = useMemo(() => Math.min(LONGEST, lines.reduce((n, l) => Math.max(n, l.text.length), 0)), [lines]);
   useEffect(() => {
     if (chosen > lines.length && lines.length) props.choose(lines.length);
@@ -64,7 +69,9 @@ export function Lines(props: Props) {
             onClick={() => props.choose(i + 1)} onDblClick={() => line.call && props.open(line.call)}>
             <span class={`by ${first ? "" : "again"} ${call ? "" : "outside"}`} title={by}>{short}<span class="rest"> {rest.join(" ")}</span></span>
             {props.numbers !== false && <span class="number" style={{ minWidth: `${width}ch` }}>{i + 1}</span>}
-            <span class="text">{text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text}</span>
+            <span class="text">
+              {text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : colors ? <Tokens tokens={colors[i] ?? [[text, ""]]} /> : text}
+            </span>
           </div>
         );
       }} />

@@ -40,11 +40,24 @@ export function CallPanel({ run, row, version, writable, wanted, want }: {
   );
 }
 
+/** What the call changed comes first; or, if it changed nothing, why. */
 function Details({ run, call }: { run: string; call: CallView }) {
+  const wrong = Object.keys(call.problems).length;
   return (
     <>
+      <Rollback call={call} />
+      {call.changes.length > 0 && (
+        <Section title="Files" aside={count(call.changes.length, "file")}>
+          {call.changes.map((change) => <FileChange key={change.path} run={run} change={change} call={call} />)}
+        </Section>
+      )}
+      {call.state.length > 0 && (
+        <Section title="Session" aside={count(call.state.length, "slice")}>
+          {call.state.map((slice) => <SliceChange key={slice.key} slice={slice} />)}
+        </Section>
+      )}
       {call.text && <Section title="The model said"><pre class="prose">{call.text}</pre></Section>}
-      <Section title="Arguments" aside={Object.keys(call.problems).length ? count(Object.keys(call.problems).length, "validation error") : undefined}>
+      <Section title="Arguments" aside={wrong ? count(wrong, "validation error") : undefined}>
         <Json value={call.arguments} problems={call.problems} />
       </Section>
       {call.policies.length > 0 && (
@@ -60,18 +73,12 @@ function Details({ run, call }: { run: string; call: CallView }) {
           </ul>
         </Section>
       )}
-      <Rollback call={call} />
       <Section title="Result, as the model saw it">
         {call.result ? <pre class="text-block" tabIndex={0}>{call.result}</pre> : <Empty>Empty.</Empty>}
       </Section>
-      <Section title="Files" aside={call.changes.length ? count(call.changes.length, "file") : undefined}>
-        {call.changes.length === 0 && <Empty>{call.outcome === "rolled back" ? "Nothing changed: the call was rolled back." : "No file changed."}</Empty>}
-        {call.changes.map((change) => <FileChange key={change.path} run={run} change={change} call={call} />)}
-      </Section>
-      <Section title="Session" aside={call.state.length ? count(call.state.length, "slice") : undefined}>
-        {call.state.length === 0 && <Empty>No slice changed.</Empty>}
-        {call.state.map((slice) => <SliceChange key={slice.key} slice={slice} />)}
-      </Section>
+      {call.changes.length + call.state.length === 0 && (
+        <Empty>{call.outcome === "rolled back" ? "Nothing changed: the call was rolled back." : "No file and no slice changed."}</Empty>
+      )}
     </>
   );
 }
@@ -86,7 +93,7 @@ function Rollback({ call }: { call: CallView }) {
     <Section title={failure ? "What went wrong" : "Notes"}>
       {failure && (
         <div class="failure">
-          <p><code>{failure.code}</code> {Object.keys(call.problems).length ? "The arguments are not valid: see above." : failure.message}</p>
+          <p><code>{failure.code}</code> {Object.keys(call.problems).length ? "The arguments are not valid: see below." : failure.message}</p>
           <p class="muted">{failure.recoverable ? "The model may try again." : "Trying again will not help."}</p>
           {list("Suggestions", failure.suggestions, "")}
         </div>
@@ -112,7 +119,7 @@ export function PatchView({ change, children }: { change: FileDiff; children?: p
       </summary>
       {children}
       {change.note && <p class="note">{change.note}</p>}
-      {change.binary ? <Empty>Not text.</Empty> : change.patch && <DiffLines lines={parsePatch(change.patch)} label={`Changes in ${change.path}`} />}
+      {change.binary ? <Empty>Not text.</Empty> : change.patch && <DiffLines lines={parsePatch(change.patch)} label={`Changes in ${change.path}`} path={change.path} />}
     </details>
   );
 }
@@ -157,7 +164,7 @@ function SliceChange({ slice }: { slice: SliceDiff }) {
       <p class="offers">
         <button type="button" class="small" onClick={() => go({ panel: "state", slice: slice.key, line: 0, before: false })}>Open slice</button>
       </p>
-      <DiffLines lines={lines} label={`Changes in ${slice.name}`} />
+      <DiffLines lines={lines} label={`Changes in ${slice.name}`} path=".json" />
     </details>
   );
 }

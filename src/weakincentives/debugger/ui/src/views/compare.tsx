@@ -15,11 +15,19 @@ function parseSide(text: string): { run: string; call: string; before: boolean }
   return { run, call, before: before === "before" };
 }
 
+/** What a run is best compared with: the run that it was forked from, another try of the task, or its own other end. */
+function usefulSide({ run, calls }: RunView, point: Point, runs: RunSummary[]): string {
+  const [parent] = run.forkedFrom?.split("/") ?? [];
+  const twin = runs.find((r) => r.id === parent) ?? runs.filter((r) => r.id !== run.id && run.title && r.title === run.title)
+    .sort((a, b) => b.began - a.began)[0];
+  if (twin) return `${twin.id}/last`;
+  return point.call === calls.at(-1)?.n ? `${run.id}/${calls[0]?.n ?? 0}/before` : `${run.id}/last`;
+}
+
 export function ComparePanel({ view, point, other, workspace, version }: {
   view: RunView; point: Point; other: string; workspace: Workspace; version: number;
 }) {
-  const first = view.calls[0]?.n ?? 0;
-  const side = parseSide(other || view.run.forkedFrom || `${view.run.id}/${first}/before`);
+  const side = parseSide(other || usefulSide(view, point, workspace.runs));
   const theirs = useData<RunView>(side.run === view.run.id ? null : at.run(side.run), `${version} ${workspace.runs.find((r) => r.id === side.run)?.calls}`);
   const b = side.run === view.run.id ? view : theirs.data;
   const last = b?.calls.at(-1)?.n ?? 0;
@@ -97,7 +105,7 @@ function Worlds({ a, b, pointA, pointB, version }: { a: RunView; b: RunView; poi
         {data?.slices.map((slice) => (
           <details class="change" key={slice.key} open>
             <summary><span class="path">{slice.name}</span></summary>
-            <SideBySide a={text(slice.a)} b={text(slice.b)} label={slice.name} />
+            <SideBySide a={text(slice.a)} b={text(slice.b)} label={slice.name} path=".json" />
           </details>
         ))}
       </Section>
@@ -134,8 +142,7 @@ function Figures({ a, b, pointA, pointB }: { a: RunView; b: RunView; pointA: Poi
     <table class="figures">
       <thead><tr><td /><th scope="col">A</th><th scope="col">B</th></tr></thead>
       <tbody>
-        {a !== b && line("Run", `${count(a.run.calls, "call")}, ${short(a.run.tokens)} tokens ${money(a.run.cost)}, ${a.run.state}`,
-          `${count(b.run.calls, "call")}, ${short(b.run.tokens)} tokens ${money(b.run.cost)}, ${b.run.state}`)}
+        {a !== b && line("Run", figures(a.run), figures(b.run))}
         {line("Call", rowA ? `#${rowA.n} ${rowA.tool} ${rowA.summary}` : "none", rowB ? `#${rowB.n} ${rowB.tool} ${rowB.summary}` : "none")}
         {line("Outcome", rowA && <><Outcome outcome={rowA.outcome} /> {lasted(rowA.duration)}</>, rowB && <><Outcome outcome={rowB.outcome} /> {lasted(rowB.duration)}</>)}
         {line("Result", <span class="clamp">{left.data?.result}</span>, <span class="clamp">{right.data?.result}</span>)}
@@ -143,6 +150,9 @@ function Figures({ a, b, pointA, pointB }: { a: RunView; b: RunView; pointA: Poi
     </table>
   );
 }
+
+const figures = ({ calls, tokens, cost, state }: RunSummary) =>
+  [count(calls, "call"), `${short(tokens)} tokens`, money(cost), state].filter(Boolean).join(", ");
 
 const SHOWN = 12;
 

@@ -168,7 +168,7 @@ function FileAt({ view, path, serial, place, point, calls, version }: {
       {exists === false && !note && <Empty>This file does not exist at this point.</Empty>}
       {exists && lines.length === 0 && !note && <Empty>This file is empty.</Empty>}
       {lines.length > 0 && (
-        <Lines lines={lines} calls={calls} chosen={Math.max(0, place.line)} now={point.before ? -1 : point.call} label={`${path}, each line with the call that wrote it`}
+        <Lines path={path} lines={lines} calls={calls} chosen={Math.max(0, place.line)} now={point.before ? -1 : point.call} label={`${path}, each line with the call that wrote it`}
           choose={(line) => go({ path, line }, "replace")} open={(call) => go({ call, before: false, panel: "call" })} />
       )}
       {chosen && versions.data && (

@@ -2,8 +2,8 @@
 
 import { useState } from "preact/hooks";
 import { useKeys } from "../keys.ts";
-import { count, day, Empty, lasted, money, short, Tag } from "../parts/bits.tsx";
-import type { BranchSummary, RunSummary, Workspace } from "../types.ts";
+import { count, day, Empty, lasted, money, OutcomeIcon, short, slug, Tag } from "../parts/bits.tsx";
+import type { BranchSummary, Outcome, RunResult, RunSummary, Workspace } from "../types.ts";
 import { link } from "../url.ts";
 
 export function Home({ workspace }: { workspace: Workspace }) {
@@ -43,6 +43,23 @@ export function RunState({ run }: { run: RunSummary }) {
   return <span class={`state is-${run.state}`}><span class="dot" aria-hidden="true" />{run.state}</span>;
 }
 
+const SIGNS = { added: "+", changed: "~", deleted: "−" } as const;
+
+function RunOutcome({ result }: { result: RunResult }) {
+  const kinds = (["added", "changed", "deleted"] as const).filter((kind) => result.files[kind]);
+  return (
+    <span class="run-result">
+      {kinds.length === 0 ? <span class="muted">no file changed</span> : <span>files{kinds.map((kind) => (
+        <span key={kind} class={`kind is-${kind}`}> {SIGNS[kind]}{result.files[kind]}<span class="hidden"> {kind}</span></span>
+      ))}</span>}
+      {Object.entries(result.outcomes).map(([outcome, n]) => (
+        <span key={outcome} class={`outcome is-${slug(outcome)}`}><OutcomeIcon outcome={outcome as Outcome} />{n} {outcome}</span>
+      ))}
+      {result.exit !== null && <span class={result.exit ? "minus" : "muted"}>exit code {result.exit}</span>}
+    </span>
+  );
+}
+
 function RunItem({ run, all }: { run: RunSummary; all: RunSummary[] }) {
   const [parent, at] = run.forkedFrom?.split("/") ?? [];
   const mark = all.find((r) => r.id === parent)?.mark ?? parent?.slice(0, 8);
@@ -51,6 +68,7 @@ function RunItem({ run, all }: { run: RunSummary; all: RunSummary[] }) {
       <a class="run-item" href={link({ run: run.id })}>
         <span class="run-title"><strong>{run.title || "(no task)"}</strong></span>
         <RunState run={run} />
+        {run.result && <RunOutcome result={run.result} />}
         <span class="run-facts">
           <code>{run.mark}</code>
           <span>{day(run.began)}</span>

@@ -62,7 +62,7 @@ function SliceView({ view, slice, place, point, calls, version }: {
       {plan && <PlanView plan={plan} />}
       {history.data && values.length === 0 && <Empty>Nothing in it at this point.</Empty>}
       {lines.length > 0 && (
-        <Lines lines={lines} calls={calls} chosen={place.line} now={point.before ? -1 : point.call} label={`${slice.name}, each value with the call that wrote it`}
+        <Lines path=".json" lines={lines} calls={calls} chosen={place.line} now={point.before ? -1 : point.call} label={`${slice.name}, each value with the call that wrote it`}
           choose={(line) => go({ slice: slice.key, line }, "replace")} open={(call) => go({ call, before: false, panel: "call" })} />
       )}
       {chosen && <BlameCard run={view.run.id} what="This value" line={chosen} calls={calls} view={view} />}
