@@ -628,6 +628,31 @@ A_DIRECTORY_THAT_CAME_WAS_MOVED_AND_CAME_AGAIN = [
     ("person", "write", "b"),
     ("undo", 0, "revert"),
 ]
+A_FILE_THAT_CAME_BACK_BESIDE_AN_EDIT_AND_GOES_AGAIN = [
+    FIRST,
+    ("call", "api", ("mkdir", "d/in"), ("move", "e", "d"), ("delete", "d")),
+    ("undo", 2, "revert"),
+    ("call", "program", ("move", "d", "e"), ("delete", "d/b")),
+    ("call", "command", ("delete", "e")),
+    ("call", "api", ("mkdir", "e/in"), ("mode", "b"), ("copy", "d/in", "d/in/c")),
+    ("undo", 3, "undo"),
+    ("undo", 3, "revert"),
+    ("person", "write", "b"),
+    ("undo", 1, "revert"),
+]
+AN_EDIT_OF_WHAT_WAS_WRITTEN_AND_MOVED_WITH_ITS_DIRECTORY = [
+    FIRST,
+    ("call", "api", ("write", "e/in/c"), ("move", "e", "f")),
+    ("person", "write", "f/in/c"),
+    ("undo", 0, "undo"),
+]
+EDITS_AFTER_A_FORCED_UNDO = [
+    FIRST,
+    ("call", "api", ("delete", "d")),
+    ("undo", 0, "force"),
+    ("person", "write", "d/a"),
+    ("undo", 1, "rewind"),
+]
 A_FILE_REPLACED_BY_A_DIRECTORY_BY_FORCE = [
     FIRST,
     ("call", "api", ("delete", "d")),
@@ -656,6 +681,9 @@ A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY = [
 @example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS, "disk")
 @example(A_FILE_REPLACED_BY_A_DIRECTORY_BY_FORCE, "tmpfs")
 @example(A_DIRECTORY_THAT_CAME_WAS_MOVED_AND_CAME_AGAIN, "tmpfs")
+@example(A_FILE_THAT_CAME_BACK_BESIDE_AN_EDIT_AND_GOES_AGAIN, "disk")
+@example(AN_EDIT_OF_WHAT_WAS_WRITTEN_AND_MOVED_WITH_ITS_DIRECTORY, "disk")
+@example(EDITS_AFTER_A_FORCED_UNDO, "tmpfs")
 @example(FILES_MADE_WHERE_A_MOVED_DIRECTORY_WAS, "tmpfs")
 @example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS_MOVED_AWAY, "disk")
 @example(EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS, "tmpfs")
