@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
     from weakincentives.prompt.tool import ToolContext
-    from weakincentives.runtime.evaluation import Model
+    from weakincentives.runtime.run import Model
     from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Telemetry", "instrument"]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.conversation import MessageReceived as MessageReceived
     from weakincentives.runtime.conversation import ModelRequest as ModelRequest
     from weakincentives.runtime.conversation import ModelTurn as ModelTurn
+    from weakincentives.runtime.conversation import PartialOutput as PartialOutput
     from weakincentives.runtime.conversation import PromptResponse as PromptResponse
     from weakincentives.runtime.conversation import Retrying as Retrying
     from weakincentives.runtime.conversation import RunEnded as RunEnded
@@ -42,6 +43,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.conversation import ToolStarted as ToolStarted
     from weakincentives.runtime.conversation import TurnEnded as TurnEnded
     from weakincentives.runtime.conversation import TurnStarted as TurnStarted
-    from weakincentives.runtime.evaluation import RunConfig as RunConfig
-    from weakincentives.runtime.evaluation import RunOptions as RunOptions
+    from weakincentives.runtime.run import RunConfig as RunConfig
+    from weakincentives.runtime.run import RunOptions as RunOptions
     from weakincentives.runtime.stream import RunStream as RunStream

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn, PromptResponse
-from weakincentives.runtime.evaluation import Run
+from weakincentives.runtime.run import Run
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.prompt.tool import Tool
     from weakincentives.runtime.conversation import RunEvent
-    from weakincentives.runtime.evaluation import Model, RunOptions
+    from weakincentives.runtime.run import Model, RunOptions
     from weakincentives.runtime.stream import RunStream
     from weakincentives.session import Session
     from weakincentives.tool_result import ToolResult

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from mcp.server import Server
 
     from weakincentives.prompt.prompt import RenderedPrompt
-    from weakincentives.runtime.evaluation import Model
+    from weakincentives.runtime.run import Model
 
 PermissionMode = Literal["default", "acceptEdits", "plan", "bypassPermissions", "dontAsk", "auto"]
 

@@ -40,7 +40,7 @@ from weakincentives.media import Media
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.prompt.prompt import RenderedPrompt
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
-from weakincentives.runtime.evaluation import Model
+from weakincentives.runtime.run import Model
 from weakincentives.serde import dump, freeze, parse
 from weakincentives.session import Session
 from weakincentives.slices import EMPTY, Slice

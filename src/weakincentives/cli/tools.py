@@ -18,7 +18,7 @@ from weakincentives.text import harmless
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.cli.workbench import Workbench
-    from weakincentives.prompt.prompt import Offer
+    from weakincentives.prompt.prompt import OfferedTool
     from weakincentives.runtime import Session
 
 
@@ -155,7 +155,7 @@ def trust(
     return 0
 
 
-def _named(offers: Mapping[str, Offer], name: str) -> Offer:
+def _named(offers: Mapping[str, OfferedTool], name: str) -> OfferedTool:
     if name in offers:
         return offers[name]
     near = hint(name, offers, "`wink tools` lists them", cutoff=0.5)
@@ -174,7 +174,7 @@ def _session_of(settings: Settings, run: str) -> Session:
         raise Misuse(f"cannot read the run {found.id}: {error}") from error
 
 
-def _parsed(offer: Offer, arguments: str) -> object:
+def _parsed(offer: OfferedTool, arguments: str) -> object:
     try:
         return offer.tool.parse(json.loads(arguments))
     except InvalidArguments as error:
@@ -184,7 +184,9 @@ def _parsed(offer: Offer, arguments: str) -> object:
         raise Misuse(f"the arguments are not JSON: {error}; such as '{example}'") from error
 
 
-def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | None, list[str]]:
+def _verdict(
+    offer: OfferedTool, params: object, workbench: Workbench
+) -> tuple[str | None, list[str]]:
     """Return the policy that denies a call with its reason, or None; and notes."""
     from weakincentives.prompt import ToolContext
     from weakincentives.runtime import ToolCall, ToolInvoked
@@ -209,7 +211,7 @@ def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | 
 # Output
 
 
-def _show(offer: Offer) -> None:
+def _show(offer: OfferedTool) -> None:
     from weakincentives.prompt.approval import REACHES
 
     tool, reach = offer.tool, offer.tool.reach or "unstated"
@@ -226,7 +228,7 @@ def _indented(value: object) -> str:
     return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
-def _list_policies(settings: Settings, offers: Collection[Offer], *, as_json: bool) -> None:
+def _list_policies(settings: Settings, offers: Collection[OfferedTool], *, as_json: bool) -> None:
     file = settings.workspace / FILE_NAME
     if not as_json:
         echo(f"{file}: {'valid' if file.exists() else 'no such file; using the defaults'}")

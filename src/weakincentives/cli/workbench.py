@@ -62,7 +62,7 @@ from weakincentives.prompt.overrides import (
     describe,
 )
 from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach, names_of
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.refusals import by_rule
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
@@ -90,11 +90,11 @@ class Workbench:
             return "no commands: no sandbox works here"
 
     @cached_property
-    def offers(self) -> dict[str, Offer]:
+    def offers(self) -> dict[str, OfferedTool]:
         """Every tool with its policies, as if all sections were open."""
         template = self.prompt.template
         return {
-            tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
+            tool.name: OfferedTool.of(tool, (*attach(section.policies), *template.policies))
             for section in _with_children(template.sections)
             for tool in section.tools
         }

@@ -35,7 +35,7 @@ from weakincentives.errors import (
 from weakincentives.events import PromptExecuted
 from weakincentives.logs import get_logger
 from weakincentives.runtime.conversation import Message, ModelTurn, PromptResponse
-from weakincentives.runtime.evaluation import Run, RunOptions
+from weakincentives.runtime.run import Run, RunOptions
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.session import Session
 

@@ -167,13 +167,10 @@ class Process(Started):
         reading, writing = os.pipe()
         self._namespace = namespace
         self._attached = attached
-        self._starter = 0
-        """The thread that started it."""
         self._lifeline: int | None = writing
         output = None if attached else subprocess.PIPE
 
         def start() -> subprocess.Popen[bytes]:
-            self._starter = threading.get_native_id()
             if before is not None:
                 before()
             return subprocess.Popen(
@@ -250,9 +247,7 @@ class Process(Started):
             self.popen.wait()
 
     def released(self) -> bool:
-        # The thread that started it was in the same namespaces, and may just be ending.
-        starter = f"/proc/self/task/{self._starter}"
-        return self._namespace and wait_until(lambda: not os.path.exists(starter), PATIENCE)
+        return False  # it may have passed a descriptor to a program that goes on
 
     def _kill_now(self) -> None:
         if self._attached:

@@ -35,7 +35,7 @@ from weakincentives.mcp.server_resources import (
     listed_file,
 )
 from weakincentives.prompt.policies import AttachedPolicy
-from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, Prompt, PromptTemplate, RenderedPrompt
 from weakincentives.prompt.section import Section
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.answers import PROTOCOL_ERROR
@@ -65,6 +65,7 @@ try:
     from mcp.types import (
         INTERNAL_ERROR,
         INVALID_PARAMS,
+        INVALID_REQUEST,
         CallToolRequestParams,
         CompleteRequestParams,
         CompleteResult,
@@ -90,7 +91,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mcp.server.connection import Connection
-    from mcp.server.context import ServerRequestContext
+    from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 
     from weakincentives.mcp.server_auth import McpAuth
     from weakincentives.mcp.stdio import Wire
@@ -108,6 +109,8 @@ _MOST_CLIENTS = 1000
 _PAGE = 500
 _CLIENT = "weakincentives"
 """The key of the client among what is known of a connection."""
+_IDS = "weakincentives ids"
+"""The key of the ids of the requests that are under way."""
 
 CALL_ID = "weakincentives/callId"
 """The key of the call id in a result's ``_meta``, for ``undo`` and ``history``."""
@@ -214,6 +217,7 @@ class McpServer:
             on_subscriptions_listen=self._listen_to_changes,
         )
         """The server of the ``mcp`` package, for any transport."""
+        self.protocol.middleware.append(_refuse_ids_in_use)
         # What a client sends back is sealed: it cannot be forged, nor used for another call.
         self.protocol.middleware.append(
             RequestStateBoundary(RequestStateSecurity.ephemeral(), default_audience=name)
@@ -427,24 +431,25 @@ class McpServer:
                 return _definition(offer.tool).input_schema
         return None
 
-    def _offered_resources(self, client: ServedClient) -> list[tuple[McpResource, Offer]]:
+    def _offered_resources(self, client: ServedClient) -> list[tuple[McpResource, OfferedTool]]:
         """Return the resources of a client, each with the policies for reading it."""
         whole = client.look().whole
         listeners = whole.listeners
         policies = self._service.policies
-        found = [(each, Offer.of(each.tool, policies, listeners)) for each in self._resources]
+        found = [(each, OfferedTool.of(each.tool, policies, listeners)) for each in self._resources]
         if client.undo is not None:
             found += [
-                (each, Offer.of(each.tool, policies, listeners)) for each in client.undo.resources
+                (each, OfferedTool.of(each.tool, policies, listeners))
+                for each in client.undo.resources
             ]
         reading = whole.offers.get(FILE.tool.name)
         if reading is not None and client.look().context.resources.find(Filesystem) is not None:
-            found.append((FILE, Offer.of(FILE.tool, reading.rules, listeners)))
+            found.append((FILE, OfferedTool.of(FILE.tool, reading.rules, listeners)))
         return found
 
     def _resource(
         self, client: ServedClient, uri: str
-    ) -> tuple[McpResource, Offer, dict[str, Any]] | None:
+    ) -> tuple[McpResource, OfferedTool, dict[str, Any]] | None:
         for resource, offer in self._offered_resources(client):
             arguments = resource.arguments(uri)
             if arguments is not None:
@@ -560,7 +565,7 @@ class McpServer:
         prompt = self._prompts.get(params.name)
         if isinstance(prompt, McpPrompt):
             whole = client.look().whole
-            offer = Offer.of(prompt.tool, self._service.policies, whole.listeners)
+            offer = OfferedTool.of(prompt.tool, self._service.policies, whole.listeners)
             arguments = prompt.parameters(given)
             return await self._make(request, params, prompt.name, arguments, _prompt_answer, offer)
         if prompt is not None:
@@ -580,7 +585,7 @@ class McpServer:
         name: str,
         arguments: Mapping[str, Any],
         answer: Callable[[Tool[Any, Any] | None, ToolResult[Any], str], dict[str, Any]],
-        offer: Offer | None = None,
+        offer: OfferedTool | None = None,
     ) -> dict[str, Any]:
         """Run a call of a client and return its answer."""
         client, earlier = self._client_of(request), None
@@ -624,6 +629,23 @@ _TOLD: Mapping[type, Callable[[Any, Any], Coroutine[Any, Any, None]]] = {
     PromptsListChanged: _tell_prompts,
     ResourceUpdated: _tell_updated,
 }
+
+
+async def _refuse_ids_in_use(ctx: ServerRequestContext, call_next: CallNext) -> HandlerResult:
+    """Refuse a request whose id another one of its connection has: it would get that answer."""
+    if ctx.request_id is None:
+        return await call_next(ctx)
+    # There is no public way to the connection, which outlives the request.
+    connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
+    ids: set[str] = connection.state.setdefault(_IDS, set())
+    name = str(ctx.request_id)  # "7" and 7 are one for the transports, too
+    if name in ids:
+        raise MCPError(INVALID_REQUEST, f"another request has the id {name}")
+    ids.add(name)
+    try:
+        return await call_next(ctx)
+    finally:
+        ids.remove(name)
 
 
 def _leave(client: ServedClient) -> None:

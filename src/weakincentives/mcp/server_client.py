@@ -21,7 +21,7 @@ from weakincentives.mcp.client_call import AnsweredElsewhere, ClientCall, client
 from weakincentives.mcp.reports import Reports
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
-from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, Prompt, RenderedPrompt
 from weakincentives.prompt.section import expand
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.runtime.tool_call import aexecute_tool
@@ -106,7 +106,7 @@ class ServedClient:
         # A tool of the user replaces ours of the same name.
         extra = tuple(tool for tool in extra if tool.name not in rendered.offers)
         offers = {
-            tool.name: Offer.of(tool, service.policies, rendered.listeners) for tool in extra
+            tool.name: OfferedTool.of(tool, service.policies, rendered.listeners) for tool in extra
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
@@ -127,7 +127,7 @@ class ServedClient:
         call: ToolCall,
         made: ClientCall,
         reports: Reports,
-        offer: Offer | None = None,
+        offer: OfferedTool | None = None,
         settled: Callable[[bool], object] = lambda _: None,
     ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
         """Run a call; ``offer`` is that of a tool which is not among the offered ones."""
@@ -153,7 +153,7 @@ class ServedClient:
         call: ToolCall,
         made: ClientCall,
         reports: Reports,
-        offer: Offer | None,
+        offer: OfferedTool | None,
         settled: Callable[[bool], object],
     ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
         offered, service = self.look(), self._service

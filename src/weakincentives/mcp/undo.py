@@ -22,7 +22,7 @@ from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.mcp.server_resources import McpResource
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, KnownFiles, PolicyState
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.saved import not_undone
 from weakincentives.session import Session, Snapshot
@@ -258,7 +258,7 @@ class UndoTools:
             ),
         )
 
-    def before(self, call: ToolCall, offer: Offer | None, context: ToolContext) -> None:
+    def before(self, call: ToolCall, offer: OfferedTool | None, context: ToolContext) -> None:
         """Remember the state before a call that may change it."""
         if offer is not None and offer.tool.reach != "read" and offer.tool not in self.tools:
             point = self._points[call.id] = _point(self._session, context)

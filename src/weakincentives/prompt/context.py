@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weakincentives.memory import MemoryManager
     from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.caller import Caller, LogLevel, Root, Sample, SampleMessage
-    from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
+    from weakincentives.prompt.prompt import OfferedTool, Prompt, RenderedPrompt
     from weakincentives.session import Session
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class ToolContext:
         return self.prompt.rendered
 
     @property
-    def offers(self) -> Mapping[str, Offer]:
+    def offers(self) -> Mapping[str, OfferedTool]:
         """The tools that a call in this context can name."""
         rendered = self.rendered_prompt or self.rendering
         return {} if rendered is None else rendered.offers

@@ -67,7 +67,7 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTool:
     """A tool as it is offered in a rendered prompt, with the policies that govern it."""
 
     tool: Tool[Any, Any]
@@ -93,7 +93,7 @@ class Offer:
         tool: Tool[Any, Any],
         policies: tuple[AttachedPolicy, ...] = (),
         listeners: tuple[AttachedPolicy, ...] = (),
-    ) -> Offer:
+    ) -> OfferedTool:
         rules = policies
         policies = tuple(p for p in rules if p.applies_to is None or p.applies_to(tool))
         # A person is asked about what all others allow.
@@ -141,7 +141,7 @@ class RenderedPrompt:
 
     text: str
     tools: tuple[Tool[Any, Any], ...]
-    offers: Mapping[str, Offer] = field(repr=False, default_factory=dict[str, Offer])
+    offers: Mapping[str, OfferedTool] = field(repr=False, default_factory=dict[str, OfferedTool])
     summarized: tuple[str, ...] = ()
     """Paths of the sections shown as a summary."""
     overrides_tag: str = ""
@@ -171,7 +171,7 @@ class RenderedPrompt:
                     f"the prompt and the provider both have a tool {tool.name!r}: rename one"
                 )
             rules = policies if declared is None else declared.rules
-            offers[tool.name] = Offer.of(tool, rules, self.listeners)
+            offers[tool.name] = OfferedTool.of(tool, rules, self.listeners)
         return replace(self, offers=offers)
 
     def with_tools(
@@ -179,7 +179,7 @@ class RenderedPrompt:
     ) -> RenderedPrompt:
         """Return this rendering with tools of the runtime; a tool of the user replaces ours."""
         added = [tool for tool in tools if tool.name not in self.offers]
-        offers = {tool.name: Offer.of(tool, policies, self.listeners) for tool in added}
+        offers = {tool.name: OfferedTool.of(tool, policies, self.listeners) for tool in added}
         return replace(self, tools=(*self.tools, *added), offers={**self.offers, **offers})
 
     def only(self, wanted: Collection[str] | Callable[[Tool[Any, Any]], bool]) -> RenderedPrompt:
@@ -544,12 +544,12 @@ class _Cache:
         self.listeners = _each_once(p for p in every if p.on_result is not None)
         self._texts: dict[_Node, tuple[_Shown, bool, str]] = {}
         """By section, its text and what it was made from."""
-        self._offered: tuple[object, tuple[Tool[Any, Any], ...], Mapping[str, Offer]]
+        self._offered: tuple[object, tuple[Tool[Any, Any], ...], Mapping[str, OfferedTool]]
         self._offered = (None, (), {})
 
     def offered(
         self, shown: Sequence[_Shown]
-    ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
+    ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, OfferedTool]]:
         """Return the tools of all open sections, and those that open the others."""
         # With the tools they have now: a section of a server's tools may get others.
         places: list[tuple[_Node | None, tuple[Tool[Any, Any], ...]]]
@@ -560,7 +560,7 @@ class _Cache:
         if made_from != places:
             _refuse_duplicates((tool, node) for node, tools in places for tool in tools)
             offers = {
-                tool.name: Offer.of(tool, policies, self.listeners)
+                tool.name: OfferedTool.of(tool, policies, self.listeners)
                 for node, tools in places
                 for policies in [self._policies_at(node)]
                 for tool in tools

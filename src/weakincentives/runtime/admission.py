@@ -9,7 +9,7 @@ from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt import refusals
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers
 from weakincentives.runtime.transactions import Transaction
@@ -19,7 +19,7 @@ _logger = get_logger(__name__)
 
 async def check_policies(
     transaction: Transaction,
-    offer: Offer,
+    offer: OfferedTool,
     editor: AttachedPolicy | None = None,
     again: bool = False,
 ) -> None:

@@ -35,7 +35,7 @@ from weakincentives.filesystem.bypass import warn_once
 from weakincentives.filesystem.paths import shown
 from weakincentives.gate import InUse
 from weakincentives.logs import get_logger
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.transactions import NeedsItsPlace, Transaction
@@ -349,7 +349,7 @@ def edited(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> str:
 
 
 def on_record(
-    call: ToolCall, session: Session, offers: Mapping[str, Offer]
+    call: ToolCall, session: Session, offers: Mapping[str, OfferedTool]
 ) -> tuple[ToolCall, ToolResult[Any] | None]:
     """Return the recorded answer of a call, if there is one.
 
@@ -370,7 +370,7 @@ def on_record(
     return found, None
 
 
-def _is_of(record: ToolInvoked, call: ToolCall, offer: Offer | None) -> bool:
+def _is_of(record: ToolInvoked, call: ToolCall, offer: OfferedTool | None) -> bool:
     """Whether a record is that of a call: the same tool and arguments."""
     if record.tool_name != call.name or record.edited:
         return record.tool_name == call.name

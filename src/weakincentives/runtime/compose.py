@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from weakincentives.call import ToolCall, call_under_way
 from weakincentives.errors import ToolDefinitionError
-from weakincentives.prompt.prompt import Offer, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, RenderedPrompt
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
 from weakincentives.runtime.tool_call import (
@@ -368,7 +368,7 @@ class _Run:
         A branch was admitted with the whole, so no policy is asked about it.
         """
         offers = {each.name: self._offer(each) for each in members}
-        offers[tool.name] = Offer.of(tool) if members else self._offer(tool)
+        offers[tool.name] = OfferedTool.of(tool) if members else self._offer(tool)
         call, context = self._request(tool, arguments, number), self._offering(offers)
         if not self._on_loop:
             return execute_tool(call, context=context)
@@ -405,15 +405,17 @@ class _Run:
         # The same id in every run of the composed call: the ledger goes by it.
         return ToolCall(tool.name, arguments, id=f"{self._call_id}.{number + 1}")
 
-    def _offer(self, tool: AnyTool) -> Offer:
+    def _offer(self, tool: AnyTool) -> OfferedTool:
         """Return a member as it is offered, or under the rules of the tool it is part of."""
         offered = self._rendered.offers.get(tool.name)
         if offered is not None and offered.tool is tool:
             return offered
         own = self._own
-        return Offer.of(tool) if own is None else Offer.of(tool, own.rules, own.listeners)
+        return (
+            OfferedTool.of(tool) if own is None else OfferedTool.of(tool, own.rules, own.listeners)
+        )
 
-    def _offering(self, more: Mapping[str, Offer]) -> ToolContext:
+    def _offering(self, more: Mapping[str, OfferedTool]) -> ToolContext:
         rendered = replace(self._rendered, offers={**self._rendered.offers, **more})
         return self.context.having(rendered_prompt=rendered)
 
@@ -423,7 +425,7 @@ Work = Callable[[Any, _Run], Coroutine[Any, Any, AnyResult]]
 
 def _handler_of(work: Work, members: Sequence[AnyTool]) -> Any:
     """Return a handler; an async one if any member may have to be waited for."""
-    offers = [Offer.of(tool) for tool in members]
+    offers = [OfferedTool.of(tool) for tool in members]
     some_run_together = sum(offer.may_run_concurrently for offer in offers) > 1
     if any(offer.needs_loop for offer in offers) or some_run_together:
 
@@ -603,7 +605,7 @@ def _batches(by_key: Mapping[str, AnyTool], size: int | None) -> list[list[str]]
     batches: list[list[str]] = []
     joins = False
     for key, tool in by_key.items():
-        may_join = Offer.of(tool).may_run_concurrently
+        may_join = OfferedTool.of(tool).may_run_concurrently
         if may_join and joins and (size is None or len(batches[-1]) < size):
             batches[-1].append(key)
         else:

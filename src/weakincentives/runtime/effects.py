@@ -17,8 +17,8 @@ from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
-from weakincentives.prompt.prompt import Offer
-from weakincentives.runtime.transactions import Member, Surroundings, Transaction
+from weakincentives.prompt.prompt import OfferedTool
+from weakincentives.runtime.transactions import CallSetting, Member, Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ async def follow_up(
                 continue
             if isinstance(effect, CascadeEffect) and effect.apply is None:
                 request, offers = cascaded(effect, result, transaction.around.offers)
-                around = Surroundings(transaction.context, offers)
+                around = CallSetting(transaction.context, offers)
                 around.on_loop, depth = transaction.around.on_loop, transaction.depth + 1
                 try:
                     done: Any = await run_call(around, request, transaction.recorded, depth=depth)
@@ -170,8 +170,8 @@ async def follow_up(
 
 
 def cascaded(
-    effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, Offer]
-) -> tuple[ToolCall, Mapping[str, Offer]]:
+    effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, OfferedTool]
+) -> tuple[ToolCall, Mapping[str, OfferedTool]]:
     """Return the call of a cascade, and the tools it can name."""
     tool, arguments = effect.trigger_tool, effect.arguments
     params = arguments(result) if callable(arguments) else arguments
@@ -179,14 +179,14 @@ def cascaded(
         return ToolCall(tool, params), offers
     known = offers.get(tool.name)
     if known is None or known.tool is not tool:
-        offers = {**offers, tool.name: Offer.of(tool)}
+        offers = {**offers, tool.name: OfferedTool.of(tool)}
     return ToolCall(tool.name, params), offers
 
 
 # The ledger
 
 
-def put_on_record(transaction: Transaction, offer: Offer) -> Offer:
+def put_on_record(transaction: Transaction, offer: OfferedTool) -> OfferedTool:
     """Put a call that reaches outside on record; refuse one that took effect or may have.
 
     Returns the tool as it is run: one with ``recover`` is asked first about an unknown outcome.

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import ApprovalNeeded, PolicyDenied, Refusal, WinkError
-from weakincentives.prompt.prompt import Offer, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, RenderedPrompt
 from weakincentives.prompt.refusals import by_person
 from weakincentives.runtime.answers import on_record, raises_through
 from weakincentives.runtime.pipeline import admit as admitted
 from weakincentives.runtime.pipeline import end, undo
-from weakincentives.runtime.tool_call import Work, aexecute_tool
-from weakincentives.runtime.transactions import Place, Transaction
+from weakincentives.runtime.tool_call import Submission, aexecute_tool
+from weakincentives.runtime.transactions import Transaction, TurnSlot
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def arefuse(call: ToolCall, context: ToolContext, reason: str, *, by: str 
     return await _Denying(call, context, reason, by).arun()
 
 
-class _Admitting(Work[Admission]):
+class _Admitting(Submission[Admission]):
     def __init__(
         self, call: ToolCall, context: ToolContext, once: bool, approval: Approval | None
     ) -> None:
@@ -86,7 +86,7 @@ class _Admitting(Work[Admission]):
         self.approval = approval
         self._call, self._once = call, once
 
-    async def start(self, place: Place | None = None) -> Admission:
+    async def start(self, place: TurnSlot | None = None) -> Admission:
         call, known = self._call, None
         if self._once:
             call, known = on_record(call, self.session, self.offers)
@@ -99,12 +99,12 @@ class _Admitting(Work[Admission]):
         return Admission("ready") if result is None else Admission("refused", result)
 
 
-class _Denying(Work[AnyResult]):
+class _Denying(Submission[AnyResult]):
     def __init__(self, call: ToolCall, context: ToolContext, reason: str, by: str) -> None:
         super().__init__(context, context.offers)
         self._call, self._reason, self._by = call, reason, by
 
-    async def start(self, place: Place | None = None) -> AnyResult:
+    async def start(self, place: TurnSlot | None = None) -> AnyResult:
         call, by = self._call, self._by
         record = self.session.record_of(call.id)
         if record is not None and (record.suspended or record.denied_by):
@@ -129,7 +129,9 @@ class _Denying(Work[AnyResult]):
 
 
 async def _checked(
-    work: Work[Any], call: ToolCall, check: Callable[[Transaction], Coroutine[Any, Any, object]]
+    work: Submission[Any],
+    call: ToolCall,
+    check: Callable[[Transaction], Coroutine[Any, Any, object]],
 ) -> AnyResult | None:
     """Return the recorded refusal of a call, or None if the check lets it pass: then nothing is."""
     transaction = Transaction(work, call, work.recorded)
@@ -194,7 +196,7 @@ class OpenCall:
         tool = offer.tool.replace(
             handler=self._work, checked=False, result_type=Any, retry=None, concurrent=False
         )
-        hosted = Offer.of(tool, offer.rules, offer.listeners)
+        hosted = OfferedTool.of(tool, offer.rules, offer.listeners)
         return replace(rendered, offers={**rendered.offers, name: hosted})
 
     async def start(self) -> OpenCall:

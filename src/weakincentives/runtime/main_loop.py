@@ -16,7 +16,7 @@ from weakincentives.call import RunContext, new_id
 from weakincentives.events import Dispatcher
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Prompt, Resources, check_prompt
-from weakincentives.runtime.evaluation import RunConfig
+from weakincentives.runtime.run import RunConfig
 from weakincentives.session import Session
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from weakincentives.media import Content
     from weakincentives.runtime.conversation import PromptResponse
-    from weakincentives.runtime.evaluation import RunOptions
+    from weakincentives.runtime.run import RunOptions
 
 RequestT = TypeVar("RequestT")
 OutT = TypeVar("OutT")

@@ -17,12 +17,12 @@ from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import note_success
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.refusals import by_person
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers, effects, turn
 from weakincentives.runtime.admission import check_policies, check_preconditions
-from weakincentives.runtime.transactions import Place, Recorded, Surroundings, Transaction
+from weakincentives.runtime.transactions import CallSetting, Recorded, Transaction, TurnSlot
 from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
@@ -31,10 +31,10 @@ _MAX_CASCADE = 8
 
 
 def run_call(
-    around: Surroundings,
+    around: CallSetting,
     call: ToolCall,
     recorded: list[Recorded],
-    place: Place | None = None,
+    place: TurnSlot | None = None,
     depth: int = 0,
 ) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
@@ -108,12 +108,12 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
 # Admit
 
 
-async def admit(transaction: Transaction) -> Offer:
+async def admit(transaction: Transaction) -> OfferedTool:
     """Return the tool as it is offered when the call may run; a refusal is raised."""
     if transaction.around.late:
         _check_limits(transaction)
-    if transaction.around.kept_out is not None:
-        raise answers.refusal_of(transaction.around.kept_out)
+    if transaction.around.gate_error is not None:
+        raise answers.refusal_of(transaction.around.gate_error)
     if transaction.in_order:
         transaction.open()  # the read set starts here
     context, name = transaction.context, transaction.call.name
@@ -149,7 +149,7 @@ def _check_limits(transaction: Transaction) -> None:
 # Attempt
 
 
-def _start(transaction: Transaction, offer: Offer) -> Tool[Any, Any]:
+def _start(transaction: Transaction, offer: OfferedTool) -> Tool[Any, Any]:
     """Put a call that reaches outside on record, and notify policies that it is about to run."""
     if offer.tool.reach in ("compensable", "irreversible"):
         offer = effects.put_on_record(transaction, offer)
@@ -165,7 +165,9 @@ def _start(transaction: Transaction, offer: Offer) -> Tool[Any, Any]:
     return offer.tool
 
 
-def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> ToolResult[Any]:
+def _accept(
+    transaction: Transaction, offer: OfferedTool, result: ToolResult[Any]
+) -> ToolResult[Any]:
     """Hand a success to the session and the policies, still inside the transaction."""
     tool, session = offer.tool, transaction.session
     session.read_only = None  # that was for the handler; the runtime may write

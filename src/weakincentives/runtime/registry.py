@@ -24,7 +24,7 @@ from weakincentives.prompt.policies import (
     refuse_unknown_references,
     refuse_unknown_tools,
 )
-from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
+from weakincentives.prompt.prompt import OfferedTool, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext, refuse_missing_needs
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
@@ -422,7 +422,7 @@ class ToolRegistry:
             known = ours.offers.get(name.name)
             if known is None or known.tool is not name:
                 rendered = cast("RenderedPrompt", ours.rendering)
-                offer = Offer.of(name, self._rules(), rendered.listeners)
+                offer = OfferedTool.of(name, self._rules(), rendered.listeners)
                 offers = {**rendered.offers, name.name: offer}
                 ours = ours.having(rendered_prompt=replace(rendered, offers=offers))
             name = name.name
@@ -486,9 +486,11 @@ class ToolRegistry:
         listeners = _each_once(
             (*(rule for rule in self._rules() if rule.on_result is not None), *self._listeners)
         )
-        offers: dict[str, Offer] = {}
+        offers: dict[str, OfferedTool] = {}
         for entry in entries:
-            offer = Offer.of(entry.tool, _each_once((*entry.rules, *self._policies)), listeners)
+            offer = OfferedTool.of(
+                entry.tool, _each_once((*entry.rules, *self._policies)), listeners
+            )
             offers[entry.tool.name] = offers[entry.qualified] = offer
         return ToolContext(
             session=self.session,

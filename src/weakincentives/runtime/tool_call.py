@@ -17,17 +17,17 @@ from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, Lease, ProcessLock, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
-from weakincentives.prompt.prompt import Offer, Prompt, check_prompt
+from weakincentives.prompt.prompt import OfferedTool, Prompt, check_prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
 from weakincentives.runtime.transactions import (
     CallResources,
-    Place,
+    CallSetting,
     Recorded,
-    Surroundings,
     Transaction,
+    TurnSlot,
     tool_transaction,
 )
 from weakincentives.runtime.turn import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AnyResult = ToolResult[Any]
-Offers = Mapping[str, Offer]
+Offers = Mapping[str, OfferedTool]
 
 _logger = get_logger(__name__)
 
@@ -156,7 +156,7 @@ def _works(
     for group in groups(calls, context, most):
         if len(group) == 1:
             number, call = group[0]
-            yield _OneCall(call, offers, context, Place(number))
+            yield _OneCall(call, offers, context, TurnSlot(number))
         else:
             yield _Together(group, most, offers, context)
 
@@ -206,7 +206,7 @@ class _KeptOut(Exception):
         self.error = error
 
 
-class Work(Surroundings, Generic[T]):
+class Submission(CallSetting, Generic[T]):
     """Work that passes the gates as one: a call, concurrent calls of a turn, or an admission."""
 
     needs_loop = True
@@ -219,7 +219,7 @@ class Work(Surroundings, Generic[T]):
     """A call that may run concurrently: it joins the turn under way on its event loop, or begins
     one that others can join."""
 
-    def start(self, place: Place | None = None) -> Coroutine[Any, Any, T]:
+    def start(self, place: TurnSlot | None = None) -> Coroutine[Any, Any, T]:
         """Return the work as a coroutine; ``place`` is that of a call that joins others."""
         raise NotImplementedError
 
@@ -237,8 +237,8 @@ class Work(Surroundings, Generic[T]):
                 return self._in_turn(gates, run)
             except TooLate:
                 self.late = True
-            except _KeptOut as kept_out:
-                self.kept_out = kept_out.error
+            except _KeptOut as gate_error:
+                self.gate_error = gate_error.error
             return run(self.start)
         finally:
             if self.entered is not None:
@@ -304,7 +304,7 @@ class Work(Surroundings, Generic[T]):
         held: list[Gate] = []
         leases: dict[Gate, Lease] = {}
         turn: JoinedTurn | None = None
-        place: Place | None = None
+        place: TurnSlot | None = None
         try:
             try:
                 may_join = None if call is None else self._may_join
@@ -318,7 +318,7 @@ class Work(Surroundings, Generic[T]):
                             self._note_wait(gate)
                         is_inside = await gate.enter(deadline, may_join, may_pass)
                     except (WinkError, OSError) as error:
-                        self.kept_out = error
+                        self.gate_error = error
                         break
                     finally:
                         if waits:
@@ -336,7 +336,7 @@ class Work(Surroundings, Generic[T]):
                 if call is not None and turn is not None:
                     place = turn.join(call.id, deadline)
                     self.leases = turn.leases
-                elif self.kept_out is not None:
+                elif self.gate_error is not None:
                     pass
                 elif call is not None and gates and not self.resources.in_place:
                     reads = self.offers[call.name].tool.reach == "read"
@@ -364,7 +364,7 @@ class Work(Surroundings, Generic[T]):
             if turn is not None and place is not None:
                 turn.leave(place)
 
-    async def _shielded(self, place: Place | None) -> tuple[T | None, BaseException | None]:
+    async def _shielded(self, place: TurnSlot | None) -> tuple[T | None, BaseException | None]:
         # As a value: an interrupt raised inside a task would end the whole loop.
         try:
             return await self.start(place), None
@@ -427,7 +427,7 @@ class Work(Surroundings, Generic[T]):
                     _logger.exception("a step after the commit failed; the call stays committed")
 
 
-class _OneCall(Work[AnyResult]):
+class _OneCall(Submission[AnyResult]):
     """One call."""
 
     def __init__(
@@ -435,7 +435,7 @@ class _OneCall(Work[AnyResult]):
         call: ToolCall,
         offers: Offers,
         context: ToolContext,
-        place: Place | None = None,
+        place: TurnSlot | None = None,
         once: bool = False,
         approval: Approval | None = None,
     ) -> None:
@@ -452,19 +452,19 @@ class _OneCall(Work[AnyResult]):
             self.only_reads = offer.tool.reach == "read"
             self.changes_in_thread = not (offer.tool.is_async or offer.tool.effects)
 
-    def start(self, place: Place | None = None) -> Coroutine[Any, Any, AnyResult]:
+    def start(self, place: TurnSlot | None = None) -> Coroutine[Any, Any, AnyResult]:
         place = self._place or place
         if self._once:
             return self._start_once(place)
         return run_call(self, self._call, self.recorded, place)
 
-    async def _start_once(self, place: Place | None) -> AnyResult:
+    async def _start_once(self, place: TurnSlot | None) -> AnyResult:
         """Return the answer on record, or run the call: inside the gate, so that it runs once."""
         call, known = on_record(self._call, self.session, self.offers)
         return await run_call(self, call, self.recorded, place) if known is None else known
 
 
-class _Together(Work[list[AnyResult]]):
+class _Together(Submission[list[AnyResult]]):
     """Concurrent calls of a turn."""
 
     def __init__(
@@ -473,7 +473,7 @@ class _Together(Work[list[AnyResult]]):
         super().__init__(context, offers)
         self._group, self._max_concurrency = group, max_concurrency
 
-    async def start(self, place: Place | None = None) -> list[AnyResult]:
+    async def start(self, place: TurnSlot | None = None) -> list[AnyResult]:
         """Run the calls. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in self._group]
         starts = [
@@ -493,7 +493,7 @@ def _approvable(offers: Offers, name: str) -> Offers:
     offer = offers.get(name)
     if offer is None or any(policy.asks_a_person for policy in offer.policies):
         return offers
-    asked = Offer.of(offer.tool, (*offer.rules, *attach([ApprovalPolicy()])), offer.listeners)
+    asked = OfferedTool.of(offer.tool, (*offer.rules, *attach([ApprovalPolicy()])), offer.listeners)
     return {**offers, name: asked}
 
 
@@ -549,5 +549,5 @@ def _call_of(tool: Tool[Any, Any], params: object, context: ToolContext | None) 
     offers = context.offers
     offered = offers.get(tool.name)
     if offered is None or offered.tool is not tool:
-        offers = {tool.name: Offer.of(tool)}
+        offers = {tool.name: OfferedTool.of(tool)}
     return _OneCall(ToolCall(tool.name, params), offers, context)

@@ -29,7 +29,7 @@ from weakincentives.gate import Gate, Holder, InUse, Lease, ObjectGate, TooLate,
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
-from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.resources import (
     ResourceContext,
@@ -85,7 +85,7 @@ class Member:
     """Where it is on record, when it reaches outside."""
 
 
-class Place:
+class TurnSlot:
     """A call's place among the calls of one turn."""
 
     __slots__ = ("arrived", "attempts", "conflicts", "deadline", "is_first", "number", "reached")
@@ -110,7 +110,7 @@ class Place:
         self.conflicts: tuple[str, ...] = ()
 
 
-class Surroundings:
+class CallSetting:
     """Where a call is made: in which context, among which tools, nested in which call."""
 
     on_loop = True
@@ -119,7 +119,7 @@ class Surroundings:
     late = False
     """Whether the deadline passed before it was its turn."""
 
-    kept_out: Exception | None = None
+    gate_error: Exception | None = None
     """Why it could not enter a gate: another process has the workspace to itself, for example."""
 
     parent: Transaction | None = None
@@ -140,7 +140,7 @@ class Surroundings:
     enters_first: tuple[ObjectGate, ...] = ()
     """Gates that an attempt could not wait for: the next one enters them before anything else."""
 
-    def __init__(self, context: ToolContext, offers: Mapping[str, Offer]) -> None:
+    def __init__(self, context: ToolContext, offers: Mapping[str, OfferedTool]) -> None:
         self.context = context
         self.offers = offers
         self.session = context.session
@@ -203,14 +203,14 @@ class Transaction:
     # Defaults on the class: every call makes one, and most calls need few of these.
 
     # The call
-    place: Place | None = None
+    place: TurnSlot | None = None
     in_order = False
     """Whether calls of its turn run at the same time: it commits when its place is reached."""
     tracks_reads = False
     """Whether it has a read set of the session: calls of its turn commit before it."""
     depth = 0
     """How many cascades led here."""
-    offer: Offer | None = None
+    offer: OfferedTool | None = None
     """Set when the call is admitted: a retry is not admitted again."""
     tool: Tool[Any, Any] | None = None
     ran = False
@@ -297,10 +297,10 @@ class Transaction:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: CallSetting,
         call: ToolCall,
         recorded: list[Recorded],
-        place: Place | None = None,
+        place: TurnSlot | None = None,
         depth: int = 0,
     ) -> None:
         self.around = around

@@ -21,7 +21,7 @@ from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.resources import ResourceContext
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.transactions import NO_RESOURCES, Place, Transaction
+from weakincentives.runtime.transactions import NO_RESOURCES, Transaction, TurnSlot
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def groups(
 
 
 async def run_together(
-    starts: Sequence[tuple[int, Callable[[Place], Coroutine[Any, Any, ToolResult[Any]]]]],
+    starts: Sequence[tuple[int, Callable[[TurnSlot], Coroutine[Any, Any, ToolResult[Any]]]]],
     max_concurrency: int,
 ) -> list[ToolResult[Any]]:
     """Run calls, each with its number in the turn; each commits after those before it."""
@@ -90,7 +90,7 @@ async def run_together(
         async with slots:
             try:
                 number, start = starts[index]
-                result = await start(Place(number, reached[index]))
+                result = await start(TurnSlot(number, reached[index]))
             except BaseException as error:
                 # As a value: an interrupt raised in a task would end the whole loop. The next
                 # call may not commit: what raises through ends the turn.
@@ -138,7 +138,7 @@ class JoinedTurn:
     def __init__(
         self,
         gates: tuple[Gate, ...],
-        first: Place,
+        first: TurnSlot,
         call_id: str,
         leases: Mapping[Gate, Lease] = _NO_LEASES,
     ) -> None:
@@ -168,18 +168,18 @@ class JoinedTurn:
             and call_id not in self._inside.values()
         )
 
-    def join(self, call_id: str, deadline: Deadline | None) -> Place:
+    def join(self, call_id: str, deadline: Deadline | None) -> TurnSlot:
         """Return the place after all calls that are inside."""
         import asyncio
 
         if self._joined == 1:
             next(iter(self._inside)).number = 0
-        place = Place(self._joined, asyncio.Event(), deadline)
+        place = TurnSlot(self._joined, asyncio.Event(), deadline)
         self._joined += 1
         self._inside[place] = call_id
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: TurnSlot) -> None:
         """End a call in whatever way: the next one may commit, and one more may join."""
         gates = self._gates
         del self._inside[place]
@@ -195,19 +195,19 @@ class JoinedTurn:
             first.reached.set()
 
 
-def first_place(*, reads: bool) -> Place:
+def first_place(*, reads: bool) -> TurnSlot:
     """Return the place of a call that others can join; ``reads`` means it only reads."""
     global _reached
     if reads:
         # No call commits before it, and it has nothing to hide from those that join: it needs
         # no private views, which cost more.
-        return Place(None, is_first=True)
+        return TurnSlot(None, is_first=True)
     if _reached is None:
         import asyncio
 
         _reached = asyncio.Event()
         _reached.set()
-    return Place(None, _reached, is_first=True)
+    return TurnSlot(None, _reached, is_first=True)
 
 
 # Order and re-runs

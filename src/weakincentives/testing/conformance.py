@@ -56,7 +56,7 @@ from weakincentives.runtime.conversation import (
     TextDelta,
     TurnStarted,
 )
-from weakincentives.runtime.evaluation import RunConfig
+from weakincentives.runtime.run import RunConfig
 
 Played: TypeAlias = ModelTurn | ProviderError
 """The provider's answer to a request: a turn of the model, or a failure."""

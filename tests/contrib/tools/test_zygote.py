@@ -5,17 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
+from chance import THOROUGH
+from stepping import traced
+from weakincentives.contrib.tools import (
+    Sandbox,
+    SandboxLimits,
+    SandboxSettings,
+    find_sandbox,
+)
 from weakincentives.contrib.tools.sandbox.engines import SandboxedCommand
 from weakincentives.contrib.tools.sandbox.limits import cgroup_mounts, descendants, sweep_cgroups
 from weakincentives.errors import FilesystemError, SandboxUnavailable
@@ -214,6 +222,40 @@ def test_nothing_is_left_when_the_program_is_killed(box: Box, tmp_path: Path, bu
     assert are_gone(groups)
 
 
+CROWD = """
+def work(number):
+    for turn in range(3):
+        own = f"{sys.argv[2]}-{number}"
+        done = run(f"echo {own}-{turn} >>all.txt; echo {turn} >>{own}")
+        assert done.ok and done.kept, done
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+files.close()
+"""
+
+
+def test_threads_of_two_programs_run_commands_on_one_workspace(box: Box, tmp_path: Path):
+    root = tmp_path / "other"
+    root.mkdir()
+    shared = SCRIPT.replace("(sys.argv[1])", "(sys.argv[1], shared=True)")
+    words = [sys.executable, "-c", shared + CROWD, str(root)]
+    programs = [
+        subprocess.Popen([*words, name], stderr=subprocess.PIPE, text=True) for name in "ab"
+    ]
+    said = [program.communicate()[1] for program in programs]
+
+    assert said == ["", ""]
+    names = [f"{name}-{number}" for name in "ab" for number in range(8)]
+    lines = (root / "all.txt").read_text().splitlines()
+    assert sorted(lines) == [f"{name}-{turn}" for name in names for turn in range(3)]
+    assert [(root / name).read_text() for name in names] == ["0\n1\n2\n"] * 16
+    with HostFilesystem(root) as files:
+        assert not list(files.store.glob("commands/*"))
+
+
 def test_a_forked_child_leaves_the_zygotes_to_its_parent(box: Box, tmp_path: Path):
     rest = """
 run("echo parent >>a.txt")
@@ -389,6 +431,156 @@ time.sleep(1000)
     remains(root, sorted(families), sorted(groups), mounts)
 
 
+KILLS = 10_000 if THOROUGH else 50
+"""At how many of its steps a process is killed at most; they are spread evenly."""
+
+STEPWISE = """
+def answer():
+    for line in sys.stdin:
+        done = attempt(f"echo {line.strip()} >>b.txt")
+        print(done is not None and done.ok, flush=True)
+"""
+
+
+class Stepped:
+    """A program that runs one command for each line, while its processes are traced."""
+
+    def __init__(self, program: subprocess.Popen[str]) -> None:
+        self._program = program
+        self.lines: list[str] = []
+        """The lines whose commands have ended well."""
+        self.families = set[int]()
+        self.groups = set[Path]()
+        self.number = 0
+
+    def run(self) -> bool:
+        """Run a command; tell whether it has ended well."""
+        stdin, stdout = self._program.stdin, self._program.stdout
+        assert stdin is not None
+        assert stdout is not None
+        self.number += 1
+        stdin.write(f"{self.number}\n")
+        stdin.flush()
+        done = stdout.readline() == "True\n"
+        if done:
+            self.lines.append(f"{self.number}\n")
+        return done
+
+    def sandboxes(self) -> list[int]:
+        """Return the first processes of all sandboxes."""
+        zygotes = children(self._program.pid)
+        return [pid for zygote in zygotes for pid in children(zygote) if not has_ended(pid)]
+
+    def arm(self) -> dict[str, int]:
+        """Return the processes that wait for the next command, once they do.
+
+        None is armed for the first command of a zygote, or after somebody has mounted something.
+        """
+        while True:
+            assert self.run()
+            until(lambda: all(map(waits, self.sandboxes())))
+            for zygote in children(self._program.pid):
+                for first in filter(waits, children(zygote)):
+                    process_1 = only(children(first))
+                    self.families.update((zygote, first, process_1))
+                    self.groups.update(cgroups_of(zygote))
+                    return {"zygote": zygote, "first process": first, "process 1": process_1}
+
+
+def rests(before: Mapping[str, int]) -> bool:
+    """Whether nothing is left of a command, and the next sandbox is armed, if one is."""
+    zygote, first = before["zygote"], before["first process"]
+    if has_ended(zygote):
+        return True
+    return not Path(f"/proc/{first}").exists() and all(
+        waits(pid) for pid in children(zygote) if not has_ended(pid)
+    )
+
+
+def waits(first: int) -> bool:
+    """Whether process 1 of a sandbox waits for its command."""
+    try:
+        wchan = [Path(f"/proc/{pid}/wchan").read_text() for pid in children(first)]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return len(wchan) == 1 and "unix_stream" in wchan[0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "victim",
+    ["zygote", "first process", "process 1", "armed first process", "armed process 1"],
+)
+def test_nothing_is_left_after_a_kill_at_each_system_call(box: Box, tmp_path: Path, victim: str):
+    if os.geteuid() != 0:
+        pytest.skip("only root can trace what is in a sandbox")
+    root, mounts = tmp_path / "other", Path("/proc/self/mountinfo").read_text()
+    root.mkdir()
+    (root / "a.txt").write_text("yes\n")
+    with script(STEPS + STEPWISE + "answer()\nfiles.close()\n", root) as program, ended(program):
+        assert program.stdout is not None
+        program.stdout.readline()
+        stepped = Stepped(program)
+        before = stepped.arm()
+        with traced(before) as tracer:
+            assert stepped.run()
+            until(lambda: rests(before))
+        steps, tried, hit = tracer.steps[victim], 0, 0
+        every = max(1, steps // KILLS)
+        for step in range(1, steps + 1, every):
+            tried += 1
+            before = stepped.arm()
+            with traced(before, victim, step) as tracer:
+                stepped.run()
+                until(lambda tracer=tracer, before=before: tracer.has_killed or rests(before))
+            if tracer.killed is not None:
+                hit += 1
+                stepped.families.add(tracer.killed)
+                until(lambda pid=tracer.killed: has_ended(pid))
+                # What it had started ends a moment later, and what waited for it.
+                until(lambda: all(map(waits, stepped.sandboxes())))
+        assert hit > tried * 0.9
+        assert stepped.run()
+        assert (root / "b.txt").read_text() == "".join(stepped.lines)
+        assert program.stdin is not None
+        program.stdin.close()
+        program.wait(PATIENCE)
+
+    assert program.returncode == 0
+    remains(root, sorted(stepped.families), sorted(stepped.groups), mounts)
+
+
+@pytest.mark.heavy
+def test_nothing_is_left_after_a_kill_of_the_client_at_its_system_calls(box: Box, tmp_path: Path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can trace another program everywhere")
+    root, mounts = tmp_path / "other", Path("/proc/self/mountinfo").read_text()
+    root.mkdir()
+    (root / "a.txt").write_text("yes\n")
+    step, every, kept = 0, 1, ""
+    while True:
+        with script(STEPS + STEPWISE + "answer()\n", root) as program, ended(program):
+            assert program.stdout is not None
+            program.stdout.readline()
+            stepped = Stepped(program)
+            stepped.arm()
+            with traced({"client": program.pid}, "client" if step else "", step) as tracer:
+                stepped.run()
+            family = [program.pid, *stepped.families]
+        remains(root, family, sorted(stepped.groups), mounts)
+        now = (root / "b.txt").read_text()
+        kept += "".join(stepped.lines)
+        assert now in (kept, f"{kept}{stepped.number}\n")
+        kept = now
+        if not step:
+            every = max(1, tracer.steps["client"] // (KILLS // 4))
+        elif tracer.killed is None:
+            break
+        step += every
+
+    assert step > 10 * every
+
+
 def test_a_changed_system_is_seen_by_the_next_command(tmp_path: Path):
     """A sandbox that was armed before shows files that have been replaced, or a mount."""
     tools = tmp_path / "tools"
@@ -537,6 +729,67 @@ def test_flags_of_a_directory_do_not_reach_a_later_command(box: Box):
     for _ in range(10):
         time.sleep(0.05)  # meanwhile the layers are emptied
         assert box.run(FLAGS.format("")).stdout == "0\n"
+
+
+KEEPER = """
+import os, socket, sys
+keeper = socket.socket(socket.AF_UNIX)
+keeper.connect(sys.argv[1])
+socket.send_fds(keeper, [b"x"], [os.open(".", os.O_RDONLY)])
+"""
+
+
+@pytest.mark.parametrize("sandboxed", [True, False])
+def test_a_layer_that_another_program_still_holds_is_not_used_again(
+    box: Box, tmp_path: Path, sandboxed: bool
+):
+    """Without a sandbox a command can reach anybody; in one, whoever listens in what it sees."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    sandbox = find_sandbox(SandboxSettings(engine="namespaces", write=(str(shared),)))
+    (box.files.root / "keeper.py").write_text(KEEPER)
+
+    def run(*words: str) -> CommandResult:
+        if sandboxed:
+            return sandbox.run(box.files, words, timeout=PATIENCE)
+        return box.files.run(words, timeout=PATIENCE)
+
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.bind(str(shared / "keeper"))
+        keeper.listen()
+        for number in range(3):
+            assert run("python3", "keeper.py", str(shared / "keeper")).ok
+            with keeper.accept()[0] as connection:
+                [kept] = socket.recv_fds(connection, 1, 1)[1]
+            try:
+                for turn in range(10):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.close(os.open(f"evil{turn}", os.O_CREAT | os.O_WRONLY, dir_fd=kept))
+                    assert run("touch", f"good{number}").ok
+            finally:
+                os.close(kept)
+
+    assert box.files.glob("*") == ("good0", "good1", "good2", "keeper.py")
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "python3 -c 'import os\nwhile True: os.fork()'",
+        "while :; do sleep 100 & done",
+        "dd if=/dev/zero of=/dev/null bs=100M count=1",
+    ],
+)
+def test_a_command_that_uses_up_its_limits_leaves_the_next_one_alone(
+    box: Box, tmp_path: Path, bomb: str
+):
+    """It runs while the next sandbox is armed, which is below the same limits."""
+    sandbox = find_sandbox("namespaces", limits=SandboxLimits(processes=8, memory=64 << 20))
+    for _ in range(20):
+        sandbox.run(box.files, f"({bomb}) 2>/dev/null; true", timeout=PATIENCE)
+        done = sandbox.run(box.files, "echo yes", timeout=PATIENCE)
+
+        assert (done.stdout, done.stderr, done.ok) == ("yes\n", "", True)
 
 
 @pytest.mark.parametrize("moment", ["before", "while it starts"])

@@ -48,7 +48,12 @@ from weakincentives.contrib.tools.sandbox.limits import (
 )
 from weakincentives.contrib.tools.sandbox.seatbelt import Rules
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
-from weakincentives.contrib.tools.sandbox.settings import EngineName, SandboxChoice, SandboxSettings
+from weakincentives.contrib.tools.sandbox.settings import (
+    WITHOUT_MOUNTS,
+    EngineName,
+    SandboxChoice,
+    SandboxSettings,
+)
 from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
 from weakincentives.errors import (
     CommandFailed,
@@ -809,7 +814,7 @@ class Sandbox:
         """
         words = Command.of(argv).argv
         project = self.environment(fs.root, fs.store)
-        if not real_path and self.name not in ("seatbelt", "none"):
+        if not real_path and self.name not in WITHOUT_MOUNTS:
             project = replace(project, places=(WORKSPACE,))
         inside = str(PurePosixPath(project.places[0], fs.normalize(cwd)))
         own = _checked(env or {})
@@ -941,7 +946,7 @@ def find_sandbox(
             raise FileNotFoundError(
                 errno.ENOENT, "no such directory to show in the sandbox", str(path)
             )
-    if settings.engine not in ("none", "seatbelt") and sys.platform != "linux":
+    if settings.engine not in WITHOUT_MOUNTS and sys.platform != "linux":
         own = "; 'seatbelt' is for macOS, but has not been run there yet: try it with care"
         has_own = own if sys.platform == "darwin" else ""
         raise _unavailable(f"sandboxes need Linux, this is {sys.platform}{has_own}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weakincentives.contrib.tools.sandbox.settings import SandboxSettings
+from weakincentives.contrib.tools.sandbox.settings import WITHOUT_MOUNTS, SandboxSettings
 from weakincentives.filesystem.paths import DEFAULT_ROOT, MAX_LINKS
 from weakincentives.programs import SYSTEM_PATH, find_program, safe_path
 from weakincentives.state import our_code, our_environment, our_secrets
@@ -136,7 +136,7 @@ def project_environment(
         if settings.network == "off":
             env |= _OFFLINE.get(each.name, {})
     return ProjectEnvironment(
-        places=(os.fspath(root),) if settings.engine in ("seatbelt", "none") else _places(root),
+        places=(os.fspath(root),) if settings.engine in WITHOUT_MOUNTS else _places(root),
         toolchains=tuple(search.found),
         refused=tuple(search.refused),
         mounts=tuple(mounts),

@@ -53,7 +53,8 @@ SIGINT, SIGKILL, SIGPIPE, SIGXFSZ = 2, 9, 13, 25
 SIG_DFL, SIG_IGN = 0, 1
 ENOSYS, EPERM, ESTALE = 38, 1, 116
 POSIX_SPAWN_SETSIGDEF, POSIX_SPAWN_SETSID = 0x04, 0x80
-READY = b"ready"
+READY, UNMOUNTED = b"ready", b"u"
+IN_DELETE_SELF, IN_UNMOUNT = 0x400, 0x2000
 IDLE = 600.0  # seconds without a command after which a zygote exits
 REST = 0.002  # seconds before a sandbox is torn down
 FAILED = 125  # the exit code if a sandbox could not be set up
@@ -96,6 +97,8 @@ class Sandbox:
     def __init__(self, static: bytes, others: list[int]) -> None:
         self.answer = -1
         """Open until nothing is left of the command and its mounts."""
+        self.watch = -1
+        """Tells when its overlay is unmounted: see ``Unmounts``."""
         self._static = static
         mounts = marshal.loads(static)["mounts"]
         self._paths = [source for kind, source, _ in mounts if kind in ("read", "write")]
@@ -115,7 +118,7 @@ class Sandbox:
 
     @property
     def process_1(self) -> int:
-        """Process 1 of its namespace; 0 if there is none."""
+        """Process 1 of its namespace, once all is mounted there; 0 if that has failed."""
         if self._process_1 is None:
             head = _read(self.control, 4)
             self._process_1 = struct.unpack("=i", head)[0] if len(head) == 4 else 0
@@ -128,28 +131,20 @@ class Sandbox:
 
     def start(self, given: list[int], fields: dict[str, Any]) -> int:
         """Start its command; return the process."""
-        self.answer = given[3]
         if not self.process_1:
             why = self.control.recv(4096)
             if why:  # else it has been killed
-                os.write(given[2], b"The sandbox could not be set up: " + why + b"\n")
-                os.write(given[3], struct.pack("=i", FAILED))
+                self.fail(given, why)
             return self.first
-        opened: list[int] = []
-        try:
-            opened.append(_open_workspace(fields.pop("overlay"), fields["root"]))
-            opened += [_open_tree(fields["nothing"], MS_RDONLY) for _ in fields["hidden"]]
-            _send(self.control, marshal.dumps(fields), given + opened)
-        except BrokenPipeError:
-            pass  # it has been killed
-        except OSError as error:
-            _report(given[2], error)
-            os.write(given[3], struct.pack("=i", FAILED))
-            self.kill()
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
+        with Ignored():  # it has been killed
+            _send(self.control, marshal.dumps(fields), given)
         return self.process_1
+
+    def fail(self, given: list[int], why: bytes) -> None:
+        """Answer that there is no sandbox, and end."""
+        os.write(given[2], b"The sandbox could not be set up: " + why + b"\n")
+        os.write(given[3], struct.pack("=i", FAILED))
+        self.kill()
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
@@ -157,11 +152,35 @@ class Sandbox:
             _check(libc.syscall(SYS_PIDFD_SEND_SIGNAL, self.ended, SIGKILL, None, 0), "kill")
 
 
+class Unmounts:
+    """Which overlays nothing uses any more, not even a program that a descriptor was passed to."""
+
+    def __init__(self) -> None:
+        self.fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._unmounted: set[int] = set()
+
+    def watch(self, mount: int) -> int:
+        """Return the number of a watch; negative if there can be none."""
+        return int(libc.inotify_add_watch(self.fd, b"/proc/self/fd/%d" % mount, IN_DELETE_SELF))
+
+    def has(self, watch: int) -> bool:
+        """Tell, once, whether the overlay of a watch is unmounted."""
+        with Ignored():  # there are no events
+            data = os.read(self.fd, 1 << 16)
+            for number, event in struct.iter_unpack("=iI8x", data):  # without names
+                if event & IN_UNMOUNT:
+                    self._unmounted.add(number)
+        known = watch in self._unmounted
+        self._unmounted.discard(watch)
+        return known
+
+
 class Zygote:
     """Runs one command after the other."""
 
     def __init__(self, client: _socket.socket) -> None:
         self._client = client
+        self._unmounts = Unmounts()
         self._armed: Sandbox | None = None
         self._running: list[Sandbox] = []
         """The last one, and earlier ones whose namespaces are being torn down."""
@@ -206,21 +225,45 @@ class Zygote:
                 break
 
     def _start(self, static: bytes, given: list[int], fields: dict[str, Any]) -> None:
-        sandbox, self._armed = self._armed, None
-        if sandbox is None or not sandbox.is_for(static):
-            if sandbox is not None:
-                sandbox.kill()
-                self._running.append(sandbox)
-            sandbox = Sandbox(static, self._ours(given))
+        armed, self._armed = self._armed, None
+        if armed is not None and not armed.is_for(static):
+            self._discard(armed)
+            armed = None
+        sandbox = armed or Sandbox(static, self._ours(given))
+        pid, opened, problem = sandbox.first, list[int](), b""
+        try:
+            overlay = fields.pop("overlay")
+            opened.append(_open_workspace(overlay, fields["root"]))
+            sandbox.watch = -1 if overlay is None else self._unmounts.watch(opened[0])
+            opened += [_open_tree(fields["nothing"], MS_RDONLY) for _ in fields["hidden"]]
+        except OSError as error:
+            problem = _words(error)
+        if problem:
+            sandbox.fail(given, problem)
+        else:
+            if armed is not None and not armed.process_1:
+                # An earlier command had left no room for it.
+                watch, armed.watch = armed.watch, -1
+                self._discard(armed)
+                sandbox = Sandbox(static, self._ours([*given, *opened]))
+                sandbox.watch = watch
+            pid = sandbox.start([*given, *opened], fields)
+        sandbox.answer = given[3]
         self._running.append(sandbox)
-        pid = sandbox.start(given, fields)
-        for descriptor in given:
-            if descriptor != sandbox.answer:
-                os.close(descriptor)
+        for descriptor in (*given[:3], *given[4:], *opened):
+            os.close(descriptor)
         self._client.send(struct.pack("=i", pid))
         # Not for the first command of a kind: it may be the only one.
         self._next = (sandbox, static) if static == self._last else None
         self._last = static
+
+    def _discard(self, sandbox: Sandbox) -> None:
+        """Kill a sandbox that has no command; return when there is room for another."""
+        sandbox.kill()
+        self._running.append(sandbox)
+        for each in tuple(self._running):
+            select.select([each.ended], [], [])
+            self._reap(each)
 
     def _arm(self, static: bytes) -> None:
         """Arm the next sandbox, now that it does not keep the command from being started."""
@@ -230,6 +273,7 @@ class Zygote:
 
     def _ours(self, more: list[int]) -> list[int]:
         own = [self._client.fileno(), *more]
+        own += [self._unmounts.fd] if self._unmounts.fd >= 0 else []
         for each in self._running:
             own += [each.ended, each.control.fileno(), *([each.answer] if each.answer >= 0 else [])]
         return own
@@ -237,10 +281,12 @@ class Zygote:
     def _reap(self, sandbox: Sandbox) -> None:
         """Note that a sandbox has ended, once nothing is left of it."""
         code = os.waitstatus_to_exitcode(os.waitpid(sandbox.first, 0)[1])
-        if code < 0 and sandbox.process_1:
-            # The first process was killed. Process 1 ends with it, and all others with that.
-            with Ignored():
-                os.waitpid(sandbox.process_1, 0)
+        if code < 0:
+            # It was killed. Process 1 ends with it, and all others with that; now it is our child.
+            known = [each.first for each in (*self._running, self._armed) if each is not None]
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for orphan in set(map(int, file.read().split())).difference(known):
+                    os.waitpid(orphan, 0)
         self._forget(sandbox)
 
     def _forget(self, sandbox: Sandbox) -> None:
@@ -250,6 +296,9 @@ class Zygote:
         os.close(sandbox.ended)
         sandbox.control.close()
         if sandbox.answer >= 0:
+            if self._unmounts.has(sandbox.watch):
+                with Ignored():  # the client does not ask
+                    os.write(sandbox.answer, UNMOUNTED)
             os.close(sandbox.answer)
 
     def _kill(self) -> None:
@@ -332,7 +381,7 @@ def _prepare(control: _socket.socket, static: bytes, zygote: int) -> NoReturn:
         _write("/proc/self/oom_score_adj", "1000")
         main(control, zygote, **marshal.loads(static))
     except OSError as error:
-        control.send(struct.pack("=i", 0) + f"{error.strerror} {error.filename or ''}".encode())
+        control.send(struct.pack("=i", 0) + _words(error))
     os._exit(FAILED)
 
 
@@ -370,47 +419,43 @@ def main(
     first = os.fork()
     if first:
         os.close(alive)
-        control.send(struct.pack("=i", first))
+        with Ignored():  # it has been killed
+            os.write(held, struct.pack("=i", first))
         control.close()
         _end_as(first)
     # This is now process 1 of the namespace: when it ends, all others do.
     os.close(held)
     _die_with_parent()
+    own = os.read(alive, 4)
     os.set_blocking(alive, False)
     try:
         os.read(alive, 1)
         os._exit(128 + SIGKILL)  # the parent had already ended
     except BlockingIOError:
         os.close(alive)
-    problem: OSError | None = None
-    proc = set[str]()
-    try:
-        _build(mounts)
-        proc = _entries("/proc")
-        _check(libc.sethostname(b"sandbox", 7), "sethostname")
-        _raise_loopback()
-        for name, limit in rlimits.items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
-        _drop_bounds()
-        # The memory of this process may hold the plans of other commands.
-        _prctl(PR_SET_DUMPABLE, 0)
-        # A process 1 gets no signal of its namespace, unless it handles it.
-        if libc.signal(SIGINT, ctypes.c_void_p(SIG_DFL)) == SIG_IGN:
-            libc.signal(SIGINT, ctypes.c_void_p(SIG_IGN))
-    except OSError as error:
-        problem = error
+    _build(mounts)
+    proc = _entries("/proc")
+    _check(libc.sethostname(b"sandbox", 7), "sethostname")
+    _raise_loopback()
+    for name, limit in rlimits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
+    _drop_bounds()
+    # The memory of this process may hold the plans of other commands.
+    _prctl(PR_SET_DUMPABLE, 0)
+    # A process 1 gets no signal of its namespace, unless it handles it.
+    if libc.signal(SIGINT, ctypes.c_void_p(SIG_DFL)) == SIG_IGN:
+        libc.signal(SIGINT, ctypes.c_void_p(SIG_IGN))
+    control.send(own)
     head, given = _receive(control, 4)
     if not head:
         os._exit(128 + SIGKILL)  # the zygote has ended
     fields: dict[str, Any] = marshal.loads(_read(control, *struct.unpack("=I", head)))
     try:
-        if problem is not None:
-            raise problem
         _attach(fields, given, proc)
         _drop_rights(rules)
         code = _run(fields, given, control)
     except OSError as error:
-        _report(given[2], error)
+        os.write(given[2], b"The sandbox could not be set up: " + _words(error) + b"\n")
         code = FAILED
     for descriptor in given[4:]:
         os.close(descriptor)
@@ -798,9 +843,8 @@ def _read(source: _socket.socket, size: int) -> bytes:
     return data
 
 
-def _report(stderr: int, error: OSError) -> None:
-    said = f"The sandbox could not be set up: {error.strerror} {error.filename or ''}"
-    os.write(stderr, f"{said.rstrip()}\n".encode(errors="replace"))
+def _words(error: OSError) -> bytes:
+    return f"{error.strerror} {error.filename or ''}".rstrip().encode(errors="replace")
 
 
 def _write(path: str, text: str) -> None:

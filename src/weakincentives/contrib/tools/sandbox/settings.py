@@ -13,6 +13,8 @@ from weakincentives.state import WITHHELD
 
 EngineName = Literal["namespaces", "bubblewrap", "podman", "seatbelt", "none"]
 """The engines, the fastest first; ``"none"`` runs commands without any."""
+WITHOUT_MOUNTS: tuple[EngineName, ...] = ("seatbelt", "none")
+"""Those that make no mounts, and so do not need Linux: commands see the workspace in its place."""
 SandboxChoice = Literal["auto", EngineName]
 
 

@@ -34,6 +34,9 @@ PATIENCE = 60.0
 
 READY = b"ready"
 
+UNMOUNTED = b"u"
+"""Follows the exit code when nothing has the overlay mounted any more."""
+
 GRACE = 5.0
 """Seconds in which a zygote must have ended once we have closed its socket."""
 
@@ -212,7 +215,7 @@ class Launched:
         self._zygote: Zygote | None = zygote
         self._answer = answer
         """Process 1 of the sandbox writes the exit code when all others have ended. It ends when
-        the namespaces are gone."""
+        the namespaces are gone, after a mark if the overlay is, too."""
         self._killed = False
         self.pid = pid
         self.streams = stdout, stderr
@@ -231,7 +234,7 @@ class Launched:
         if self.returncode is None:
             with contextlib.suppress(BlockingIOError):
                 data = os.read(self._answer.fileno(), 4)
-                if data:
+                if len(data) == 4:
                     [self.returncode] = struct.unpack("=i", data)
                 else:  # process 1 or the zygote was killed, and so the command
                     self._killed, self.returncode = True, 128 + signal.SIGKILL
@@ -263,7 +266,8 @@ class Launched:
         with self._answer:
             if self._killed:
                 return False
-            return bool(select.select([self._answer], [], [], GRACE)[0])
+            ended = select.select([self._answer], [], [], GRACE)[0]
+            return bool(ended) and os.read(self._answer.fileno(), 1) == UNMOUNTED
 
 
 def _file_of(data: bytes) -> int:
