@@ -646,6 +646,14 @@ AN_EDIT_OF_WHAT_WAS_WRITTEN_AND_MOVED_WITH_ITS_DIRECTORY = [
     ("person", "write", "f/in/c"),
     ("undo", 0, "undo"),
 ]
+A_DIRECTORY_MADE_AGAIN_AROUND_WHAT_CAME_AND_WENT = [
+    FIRST,
+    ("call", "api", ("delete", "e/in")),
+    ("undo", 1, "undo"),
+    ("call", "api", ("delete", "e")),
+    ("person", "mkdir", "e"),
+    ("undo", 1, "rewind"),
+]
 EDITS_AFTER_A_FORCED_UNDO = [
     FIRST,
     ("call", "api", ("delete", "d")),
@@ -684,6 +692,7 @@ A_FILE_MADE_WHERE_ONE_WAS_REMOVED_BEFORE_ITS_DIRECTORY = [
 @example(A_FILE_THAT_CAME_BACK_BESIDE_AN_EDIT_AND_GOES_AGAIN, "disk")
 @example(AN_EDIT_OF_WHAT_WAS_WRITTEN_AND_MOVED_WITH_ITS_DIRECTORY, "disk")
 @example(EDITS_AFTER_A_FORCED_UNDO, "tmpfs")
+@example(A_DIRECTORY_MADE_AGAIN_AROUND_WHAT_CAME_AND_WENT, "tmpfs")
 @example(FILES_MADE_WHERE_A_MOVED_DIRECTORY_WAS, "tmpfs")
 @example(A_FILE_MADE_WHERE_A_DIRECTORY_WAS_MOVED_AWAY, "disk")
 @example(EDITS_WHERE_A_DIRECTORY_WAS_AND_WHERE_IT_IS, "tmpfs")

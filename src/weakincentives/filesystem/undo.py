@@ -531,6 +531,9 @@ class _Undo:
         status = self.changes.tree.status_if_reached(parts)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
+    def _is_there(self, parts: Parts) -> bool:
+        return self.changes.tree.status_if_reached(parts) is not None
+
     def _is_free(self, parts: Parts) -> bool:
         """Whether nothing is at a path, nor in the place of a directory above it."""
         try:
@@ -710,7 +713,7 @@ class _Undo:
                 self._remove(top)
                 return
             for parts in [each for each, _ in tree.walk(top) if each in one.restored]:
-                if not is_related(parts, self._left):
+                if not is_related(parts, self._left) and self._is_there(parts):
                     self._remove(parts)
                     one.restored.discard(parts)
             return
