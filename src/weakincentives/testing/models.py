@@ -13,7 +13,7 @@ import jsonschema
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.scripted import calls, says, stream_text
 from weakincentives.prompt.structured_output import output_schema
-from weakincentives.runtime import evaluation
+from weakincentives.runtime import run
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 
 _MOST_DEEP = 12
@@ -156,8 +156,8 @@ def no_model_requests() -> Generator[None]:
             with no_model_requests():
                 yield
     """
-    before, evaluation.requests_refused = evaluation.requests_refused, True
+    before, run.requests_refused = run.requests_refused, True
     try:
         yield
     finally:
-        evaluation.requests_refused = before
+        run.requests_refused = before
