@@ -13,12 +13,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from typer import Context
+from typer.main import get_command
+
+from weakincentives.cli.entry import SECTIONS, make_app
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -28,8 +33,12 @@ PAGES = {
 """Pages of the site that are written elsewhere in the repository, and how they are called here."""
 PICTURES = ["benchmarks/growth.svg", "benchmarks/disk.svg"]
 
+WIDTH = 88
+"""Characters of a line of help."""
 RECORDED = "recorded_run.html"
 """A run to click through: what the demo does, as `wink export` writes it."""
+COMMANDS = "commands.md"
+"""All commands, as `--help` describes them."""
 
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\]\(([\w/]+\.md)\)")
@@ -69,6 +78,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     short = NAMED.sub(lambda link: f"]({_on_site(link.group(1))[:-3]}.html)", index)
     whole = [index, *((ROOT / name).read_text() for name in NAMED.findall(index))]
     files.append(File.generated(config, RECORDED, content=_recorded_run()))
+    files.append(File.generated(config, COMMANDS, content=_commands()))
     files.append(File.generated(config, "llms.txt", content=short))
     files.append(File.generated(config, "llms-full.txt", content="\n\n---\n\n".join(whole)))
     return files
@@ -82,6 +92,22 @@ def _recorded_run() -> bytes:
         for words in (["demo", "--into", project], ["export", "-w", project, "-o", page]):
             subprocess.run([*wink, *words], env=env, check=True, capture_output=True)
         return Path(page).read_bytes()
+
+
+def _commands() -> str:
+    program: Any = get_command(make_app())
+    parts = [
+        "# Commands",
+        "As `wink COMMAND --help` prints them; `wink setup` installs them as manual pages.",
+    ]
+    for section, names in SECTIONS.items():
+        parts.append(f"## {section}")
+        for name in names:
+            group, _, word = name.partition(" ")
+            command = program.commands.get(name) or program.commands[group].commands[word]
+            context = Context(command, info_name=f"wink {name}", max_content_width=WIDTH)
+            parts.append(f"### wink {name}\n\n```text\n{context.get_help().rstrip()}\n```")
+    return "\n\n".join([*parts, ""])
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -96,6 +96,21 @@ def test_every_public_name_is_in_the_api_reference(site: Path, name: str):
     assert missing == [], f"no docstring, or hidden by a module of the same name, in {name}"
 
 
+def test_the_api_reference_is_readable_as_markdown_without_the_site():
+    """With the signatures and docstrings of every public name."""
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "api_markdown.py")], capture_output=True, text=True, check=True
+    )
+    pages = dict(re.findall(r"(?ms)^# (weakincentives[\w.]*)\n(.*?)(?=^# weak|\Z)", done.stdout))
+
+    for name in PUBLIC:
+        exported = importlib.import_module(name).__all__
+        missing = [each for each in exported if f"\n## {each}\n" not in pages[name]]
+        assert missing == [], name
+    assert "def execute(statement: str, parameters: Parameters = (), /) -> Rows" in done.stdout
+    assert "Run one statement in the call's transaction and return its rows." in done.stdout
+
+
 def _places(package: str, name: str) -> set[str]:
     """Return where the reference may have a name: in its package, or where it is defined."""
     defined = getattr(getattr(importlib.import_module(package), name), "__module__", package)

@@ -96,35 +96,35 @@ def test_garbage_half_lines_and_nonsense_do_not_stop_the_server(workspace: Path)
 
 
 @pytest.mark.heavy
-def test_a_number_that_is_used_twice_has_two_answers_and_a_late_cancellation_does_nothing(
-    workspace: Path,
+def test_an_id_that_is_in_use_is_refused_and_a_late_cancellation_does_nothing(
+    workspace: Path, signs: Path
 ):
-    """Both are mistakes of a client: they cost neither a call nor the connection."""
+    """Both are mistakes of a client: they cost neither the call under way nor the connection."""
 
-    def write(path: str) -> None:
-        arguments = {"path": path, "content": path}
-        params = {"name": "write", "arguments": arguments}
+    def call(tool: str, **arguments: object) -> None:
+        params = {"name": tool, "arguments": arguments}
         message = {"jsonrpc": "2.0", "id": "same", "method": "tools/call", "params": params}
         program.write(json.dumps(message).encode() + b"\n")
 
     with Program(workspace) as program:
         program.begin()
-        write("a.txt")
-        write("b.txt")
-        assert [program.read()["id"] for _ in range(2)] == ["same", "same"]
+        call("wait", signs=str(signs))
+        wait_until_there(signs / "reached")
+        call("write", path="a.txt", content="a")
+        refused = program.read()
+        (signs / "go on").touch()
+        waited = program.read()
         program.write(
             b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":"same"}}\n'
         )
-        write("c.txt")
-        assert "result" in program.read()
-        code, _ = program.end()
+        call("write", path="b.txt", content="b")
+        written = program.read()
 
-    assert code == 0
-    assert [(workspace / f"{name}.txt").read_text() for name in "abc"] == [
-        "a.txt",
-        "b.txt",
-        "c.txt",
-    ]
+    assert refused["error"]["message"] == "another request has the id same"
+    assert (waited["id"], waited["result"]["isError"]) == ("same", False)
+    assert written["result"]["isError"] is False
+    assert not (workspace / "a.txt").exists()
+    assert (workspace / "b.txt").read_text() == "b"
 
 
 @pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.heavy)])

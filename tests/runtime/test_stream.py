@@ -14,6 +14,7 @@ import pytest
 
 import weakincentives as wink
 from weakincentives.adapters import (
+    PartialOutput,
     RunConfig,
     RunEnded,
     RunEvent,
@@ -30,6 +31,7 @@ from weakincentives.adapters import (
 )
 from weakincentives.errors import TurnLimitExceeded
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ToolContext
+from weakincentives.prompt.structured_output import PartialAnswer
 from weakincentives.runtime import Session, ToolInvoked
 
 
@@ -274,3 +276,66 @@ def test_a_request_in_an_event_has_what_was_sent_then(collect: Collect):
 
     roles = [[message.role for message in request.messages] for request in requests]
     assert roles == [["user"], ["user", "model", "tool"]]
+
+
+# A structured answer while it is streamed
+
+
+@dataclass(frozen=True)
+class Trip:
+    city: str
+    days: tuple[int, ...] = ()
+
+
+LISBON = {"city": "Lisbon"}
+
+
+@pytest.mark.parametrize(
+    ("output", "written", "values"),
+    [
+        (
+            Trip,
+            '{"city": "Lisbon",\n"days": [1,\n2]}',
+            [LISBON, {**LISBON, "days": [1]}, {**LISBON, "days": [1, 2]}],
+        ),
+        (Trip, 'So:\n```json\n{"city":\n"Lisbon"}\n```', [{}, LISBON]),
+        (
+            list[Trip],
+            '{"items": [{"city": "Lisbon"},\n{"city": "A"}]}',
+            [[LISBON], [LISBON, {"city": "A"}]],
+        ),
+        (int | str, "It is hot.\nVery.", []),
+        (str, '{"city":\n1}', []),
+    ],
+)
+def test_a_structured_answer_is_seen_while_it_is_written(
+    output: Any, written: str, values: list[Any], collect: Collect
+):
+    """A script is streamed line by line."""
+    section = MarkdownSection(title="Trip", template="Plan it.")
+    prompt: Prompt[Any] = Prompt(PromptTemplate[output](sections=[section]))
+    stream = ScriptedAdapter([written]).stream(prompt, Session())
+
+    seen = [each.value for each in collect(stream) if isinstance(each, PartialOutput)]
+
+    assert seen == values
+    assert stream.response is not None
+
+
+def test_a_text_may_be_incomplete_and_a_void_answer_is_forgotten():
+    partial = PartialAnswer(Trip)
+    assert partial.add('{"city": "Li') == {"city": "Li"}
+    partial.clear()
+    assert partial.add('{"city": "Ro') == {"city": "Ro"}
+    assert partial.add("") is None
+    assert partial.add('me"') == {"city": "Rome"}
+    assert partial.add("} and so on") is None
+
+
+def test_a_long_answer_is_not_read_again_with_every_piece():
+    partial = PartialAnswer(Trip)
+    partial.add('{"days": [')
+
+    read = sum(partial.add("1, ") is not None for _ in range(20_000))
+
+    assert 100 < read < 1000

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.conversation import MessageReceived as MessageReceived
     from weakincentives.runtime.conversation import ModelRequest as ModelRequest
     from weakincentives.runtime.conversation import ModelTurn as ModelTurn
+    from weakincentives.runtime.conversation import PartialOutput as PartialOutput
     from weakincentives.runtime.conversation import PromptResponse as PromptResponse
     from weakincentives.runtime.conversation import Retrying as Retrying
     from weakincentives.runtime.conversation import RunEnded as RunEnded

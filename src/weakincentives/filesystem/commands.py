@@ -49,6 +49,9 @@ DRAINS = 64
 # How many empty layers wait for the next commands.
 LAYERS = 8
 
+# With less free space, or fewer free files, layers are emptied before the result is given.
+ROOM, ROOM_FOR_FILES = 1 << 30, 50_000
+
 # How much output goes into the error message of a command that had to succeed.
 SAID = 2000
 
@@ -293,9 +296,12 @@ class Commands:
         with undisturbed():
             self._count("overlay", -1)
             try:
-                self._sweeper.submit(self._put_back, overlay)
+                emptied = self._sweeper.submit(self._put_back, overlay)
             except RuntimeError:  # an abandoned call ends its command after everything is closed
                 _discard(overlay.place, overlay.discard)
+                return
+        if _is_nearly_full(self._folder):
+            emptied.exception()  # waits for it
 
     def _put_back(self, overlay: Overlay) -> None:
         """Keep the layers of a command for another one, if they are as new."""
@@ -366,6 +372,13 @@ class Commands:
         with self._ended:
             self._running[engine] += change
             self._ended.notify_all()
+
+
+def _is_nearly_full(folder: Path) -> bool:
+    status = os.statvfs(folder)
+    if status.f_files and status.f_ffree < ROOM_FOR_FILES:
+        return True
+    return status.f_bavail * status.f_frsize < ROOM
 
 
 def _discard(place: Path, remove: Callable[[], None]) -> None:

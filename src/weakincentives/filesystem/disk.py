@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ from weakincentives.filesystem.redo import MakeRedo, Redo
 from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
-from weakincentives.filesystem.tree import Tree, supported
+from weakincentives.filesystem.tree import Near, Tree, supported
 from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Reading, Workspace
 from weakincentives.gate import Gate, Lease
@@ -1084,7 +1085,8 @@ class _ViewInPlace(_View):
     def _check_meanwhile(self, steps: Sequence[Step], began_ns: int) -> None:
         removed = [step.parts for step in steps if step.action == "remove"]
         put = [step.parts for step in steps if step.action not in ("remove", "directory")]
-        files = [parts for parts in put if kind_at(self._look, parts) != "directory"]
+        with contextlib.closing(Near(self._workspace.tree)) as near:
+            files = [parts for parts in put if _has_file(near, parts)]
 
         def is_ours(parts: Parts, node: Node) -> bool:  # made in another thread of the call
             return _have_changed(self._changes.records, parts)
@@ -1286,6 +1288,14 @@ class _ReadingView(PrivateView):
 
     def _check_has_history(self) -> None:
         """It has that of the directory."""
+
+
+def _has_file(near: Near, parts: Parts) -> bool:
+    """Whether there is something at a path besides a directory."""
+    with contextlib.suppress(OSError):
+        status = near.status(parts)
+        return status is not None and not stat.S_ISDIR(status.st_mode)
+    return False
 
 
 def _have_changed(records: Iterable[Record], parts: Parts) -> bool:

@@ -65,6 +65,7 @@ try:
     from mcp.types import (
         INTERNAL_ERROR,
         INVALID_PARAMS,
+        INVALID_REQUEST,
         CallToolRequestParams,
         CompleteRequestParams,
         CompleteResult,
@@ -90,7 +91,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mcp.server.connection import Connection
-    from mcp.server.context import ServerRequestContext
+    from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 
     from weakincentives.mcp.server_auth import McpAuth
     from weakincentives.mcp.stdio import Wire
@@ -108,6 +109,8 @@ _MOST_CLIENTS = 1000
 _PAGE = 500
 _CLIENT = "weakincentives"
 """The key of the client among what is known of a connection."""
+_IDS = "weakincentives ids"
+"""The key of the ids of the requests that are under way."""
 
 CALL_ID = "weakincentives/callId"
 """The key of the call id in a result's ``_meta``, for ``undo`` and ``history``."""
@@ -214,6 +217,7 @@ class McpServer:
             on_subscriptions_listen=self._listen_to_changes,
         )
         """The server of the ``mcp`` package, for any transport."""
+        self.protocol.middleware.append(_refuse_ids_in_use)
         # What a client sends back is sealed: it cannot be forged, nor used for another call.
         self.protocol.middleware.append(
             RequestStateBoundary(RequestStateSecurity.ephemeral(), default_audience=name)
@@ -625,6 +629,23 @@ _TOLD: Mapping[type, Callable[[Any, Any], Coroutine[Any, Any, None]]] = {
     PromptsListChanged: _tell_prompts,
     ResourceUpdated: _tell_updated,
 }
+
+
+async def _refuse_ids_in_use(ctx: ServerRequestContext, call_next: CallNext) -> HandlerResult:
+    """Refuse a request whose id another one of its connection has: it would get that answer."""
+    if ctx.request_id is None:
+        return await call_next(ctx)
+    # There is no public way to the connection, which outlives the request.
+    connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
+    ids: set[str] = connection.state.setdefault(_IDS, set())
+    name = str(ctx.request_id)  # "7" and 7 are one for the transports, too
+    if name in ids:
+        raise MCPError(INVALID_REQUEST, f"another request has the id {name}")
+    ids.add(name)
+    try:
+        return await call_next(ctx)
+    finally:
+        ids.remove(name)
 
 
 def _leave(client: ServedClient) -> None:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, overload
 
+from pydantic_core import from_json
+
 from weakincentives.errors import (
     ContractError,
     OutputParseError,
@@ -83,6 +85,43 @@ def parse_structured_output(text: str, output_type: Any) -> Any:
         return output_type(**{each.name: getattr(value, each.name) for each in fields(asked)})
     except (ValueError, ToolValidationError, ContractError) as error:
         raise OutputParseError(_TRY_AGAIN, raw=text, details={"": str(error)}) from error
+
+
+class PartialAnswer:
+    """The JSON of an answer while it is streamed; None stands for nothing that is new."""
+
+    def __init__(self, output_type: Any) -> None:
+        self._key = _key(_wrapper(output_type))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget an answer that is void."""
+        self._pieces: list[str] = []
+        self._size = self._read_at = 0
+        self._last: Any = None
+
+    def add(self, text: str) -> Any:
+        """Return the JSON so far, if it has grown; its last text may be incomplete."""
+        self._pieces.append(text)
+        self._size += len(text)
+        if self._size - self._read_at <= self._read_at // 64:  # else a long answer takes forever
+            return None
+        self._read_at = self._size
+        value = self._value("".join(self._pieces))
+        if value is None or value == self._last:
+            return None
+        self._last = value
+        return value
+
+    def _value(self, text: str) -> Any:
+        start = text.find("{")
+        if start < 0:
+            return None
+        try:
+            found: Any = from_json(text[start:], allow_partial="trailing-strings")
+        except ValueError:  # something follows it: all of it was read before
+            return None
+        return found if self._key is None else found.get(self._key)
 
 
 def validated(output: T, validators: Iterable[Callable[[T], T | None]], text: str) -> T:

@@ -207,6 +207,14 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialOutput:
+    """The structured answer as far as it has been streamed."""
+
+    value: Any
+    """JSON: not checked yet, and its last text may be incomplete."""
+
+
+@dataclass(frozen=True, slots=True)
 class Retrying:
     """The provider failed and is retried; text of this turn so far is void."""
 
@@ -336,6 +344,7 @@ class ContextCompacted:
 RunEvent: TypeAlias = (
     TurnStarted
     | TextDelta
+    | PartialOutput
     | Retrying
     | TurnEnded
     | ToolStarted

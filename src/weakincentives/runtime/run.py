@@ -42,6 +42,7 @@ from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_f
 from weakincentives.prompt.prompt import Prompt, RenderedPrompt, check_prompt
 from weakincentives.prompt.section import expand
 from weakincentives.prompt.structured_output import (
+    PartialAnswer,
     output_schema,
     parse_structured_output,
     requested_type,
@@ -55,6 +56,7 @@ from weakincentives.runtime.conversation import (
     MessageReceived,
     ModelRequest,
     ModelTurn,
+    PartialOutput,
     PromptResponse,
     Retrying,
     RunEnded,
@@ -286,6 +288,9 @@ class Run:
         if self._output_type is not None:
             output_schema(self._output_type)  # refuse an unsupported type now
         self._requested_type = requested_type(self._output_type)
+        self._partial = (
+            None if self._requested_type is None else PartialAnswer(self._requested_type)
+        )
         self._rendered: RenderedPrompt | None = None
         self._filtered: tuple[RenderedPrompt, RenderedPrompt] | None = None
         """A rendering, and the same with the tools that the run offers."""
@@ -690,6 +695,8 @@ class Run:
         request = self._request(self._offered())
         self._turns += 1
         self._emit(TurnStarted, self._turns, request)
+        if self._partial is not None:
+            self._partial.clear()
         turn = self._with_unique_ids(await self._ask_within_window(request))
         self._add_message(
             role="model",
@@ -857,6 +864,8 @@ class Run:
                     ) from error
                 _logger.warning("retrying %s in %.1f s: %s", self._model.name, wait, error)
                 self._emit(Retrying, error, wait, attempt + 1)
+                if self._partial is not None:
+                    self._partial.clear()
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
             if deadline is not None:
                 deadline.check()
@@ -993,8 +1002,12 @@ class Run:
             _logger.exception("the listener of a run failed on %s", event)
 
     def _emit_text(self, text: str) -> None:
-        if text:
-            self._emit(TextDelta, text)
+        if not text:
+            return
+        self._emit(TextDelta, text)
+        value = None if self._partial is None else self._partial.add(text)
+        if value is not None:
+            self._emit(PartialOutput, value)
 
     async def _wait_for(
         self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -330,7 +331,7 @@ def test_a_tool_that_only_reads_cannot_change_rows(world: World):
     assert world.numbers() == [2, 3]
 
 
-@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK", " begin"])
+@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK", " begin", "-- so\n/* it */ COMMIT"])
 def test_a_handler_neither_commits_nor_rolls_back(world: World, statement: str):
     @wink.tool(reach="reversible")
     def ends(*, context: wink.ToolContext) -> None:
@@ -358,6 +359,115 @@ def test_a_handler_cannot_end_the_transaction_of_its_connection(world: World, en
     assert not tools.execute("ends").success
     assert world.numbers() == []
     assert tools.execute("add", {"number": 2}).success
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["SELECT 1; COMMIT", "SELECT ';'; /* ; */ end", "PREPARE TRANSACTION 'x'", "SELECT 1;ABORT"],
+)
+@pytest.mark.parametrize("world", ["sql-postgres"], indirect=True)
+def test_of_several_statements_none_ends_the_transaction(world: World, statement: str):
+    @wink.tool(reach="reversible")
+    def ends(*, context: wink.ToolContext) -> None:
+        """End the transaction, as a model may that writes SQL."""
+        db = context.resources.get(SqlDatabase)
+        db.execute(NEW, {"number": 1})
+        db.connection.exec_driver_sql(statement)
+
+    tools = wink.ToolRegistry([ends], resources={SqlDatabase: world.database}, session=Session())
+    assert "leave out COMMIT, ROLLBACK and BEGIN" in tools.execute("ends").message
+    assert world.numbers() == []
+
+
+@pytest.mark.parametrize("world", ["sql-postgres"], indirect=True)
+def test_a_commit_that_is_not_recognized_is_noticed_and_said(world: World):
+    """Hidden behind a statement with a body: the driver tells that the transaction is over."""
+
+    @wink.tool(reach="reversible")
+    def ends(*, context: wink.ToolContext) -> None:
+        """End the transaction."""
+        connection = context.resources.get(SqlDatabase).connection
+        connection.exec_driver_sql("INSERT INTO invoice VALUES (1, 1)")
+        with contextlib.suppress(WinkError):
+            connection.exec_driver_sql("CREATE TEMP TABLE t (x INTEGER); COMMIT")
+        connection.exec_driver_sql("INSERT INTO invoice VALUES (2, 2)")
+
+    resources = {SqlDatabase: world.database, Database: world.database}
+    tools = wink.ToolRegistry([ends, add], resources=resources, session=Session())
+    done = tools.execute("ends")
+
+    assert not done.success
+    assert world.numbers() == [1]
+    assert any("has committed them" in each for each in done.metadata.not_undone)
+    assert tools.execute("add", {"number": 3}).success
+
+
+@pytest.mark.parametrize("world", ["sql-sqlite", "sql-postgres"], indirect=True)
+def test_words_in_texts_names_and_bodies_end_nothing(world: World):
+    statements = [
+        "INSERT INTO invoice VALUES (1, 1)",
+        "SELECT 'a; COMMIT', 1 AS \"x; ROLLBACK\" -- ; END",
+        "SELECT CASE WHEN 1 = 1 THEN 1 END",
+    ]
+    if world.engine.dialect.name == "sqlite":
+        statements.append(
+            "CREATE TRIGGER t AFTER INSERT ON invoice BEGIN UPDATE counter SET total = 9; END"
+        )
+    else:
+        statements.append("DO $x$ BEGIN PERFORM 1; END; $x$")
+
+    @wink.tool(reach="reversible")
+    def runs(*, context: wink.ToolContext) -> None:
+        """Run them."""
+        for each in statements:
+            context.resources.get(SqlDatabase).connection.exec_driver_sql(each)
+
+    tools = wink.ToolRegistry([runs], resources={SqlDatabase: world.database}, session=Session())
+    done = tools.execute("runs")
+    assert done.success, done.message
+    assert world.numbers() == [1]
+
+
+@pytest.mark.parametrize("on_loop", [False, True], ids=["threads", "loop"])
+def test_a_call_that_finds_no_connection_in_the_pool_is_re_run(on_loop: bool, tmp_path: Path):
+    """On an event loop it does not wait for one: what has it may be a call on the same loop."""
+    engine = sqlalchemy.create_engine(
+        f"sqlite:///{tmp_path / 'desk.db'}",
+        poolclass=sqlalchemy.QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        pool_timeout=WAIT if on_loop else 0.01,
+    )
+    with engine.begin() as connection:
+        for statement in SCHEMA:
+            connection.execute(sqlalchemy.text(statement))
+    database = SqlDatabase(engine, patience=WAIT)
+    held = engine.connect()
+    tries: list[int] = []
+
+    def insert(context: wink.ToolContext) -> None:
+        if len(tries) == 1:  # the first time somebody else has the connection
+            held.close()
+        tries.append(1)
+        context.resources.get(SqlDatabase).execute(NEW, {"number": 1})
+
+    @wink.tool(reach="reversible")
+    def adds(*, context: wink.ToolContext) -> None:
+        """Add an invoice."""
+        insert(context)
+
+    @wink.tool(reach="reversible")
+    async def adds_later(*, context: wink.ToolContext) -> None:
+        """Add an invoice, on an event loop."""
+        insert(context)
+
+    resources = {SqlDatabase: database}
+    tools = wink.ToolRegistry([adds, adds_later], resources=resources, session=Session())
+    done = asyncio.run(tools.aexecute("adds_later", {})) if on_loop else tools.execute("adds")
+
+    assert done.success, done.message
+    assert len(tries) == 2
+    engine.dispose()
 
 
 def test_an_engine_that_commits_each_statement_is_refused(request: pytest.FixtureRequest):

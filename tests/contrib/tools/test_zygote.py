@@ -665,6 +665,47 @@ def test_a_part_of_etc_that_becomes_another_or_goes_is_seen(tmp_path: Path):
     assert done.stdout == "end\n", done.stderr
 
 
+ON_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem import HostFilesystem
+disk = Path(sys.argv[1])
+(disk / "work").mkdir()
+(disk / "store").mkdir()
+sandbox = find_sandbox("namespaces")
+flood = "dd if=/dev/zero of=flood bs=1M 2>/dev/null; echo no >a.txt; "
+with HostFilesystem(disk / "work", store=disk / "store") as files:
+    files.write("a.txt", "yes")
+    for number in range(4):
+        for run in (sandbox.run, HostFilesystem.run):
+            for how in ("true", "false"):
+                try:
+                    assert not run(files, flood + how, timeout=600).kept
+                except FilesystemError as error:
+                    assert "No space left" in str(error), error
+                files.write("b.txt", f"{number}")
+                assert files.read("a.txt") == "yes" and files.glob("*") == ("a.txt", "b.txt")
+print("end")
+"""
+
+
+def test_a_command_that_fills_the_disk_leaves_room_for_what_comes_next(tmp_path: Path):
+    """What it wrote is gone when its result is there, though layers are emptied afterwards."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a program a disk of its own")
+    mount = 'mount -t tmpfs -o size=24m none "$1" || exit 77; exec "$2" -c "$3" "$1"'
+    words = ["sh", "-c", mount, "sh", str(tmp_path), sys.executable, ON_A_SMALL_DISK]
+    apart = ["unshare", "--mount", "--propagation", "private"]
+
+    done = subprocess.run([*apart, *words], capture_output=True, text=True)
+
+    if done.returncode == 77 or "SandboxUnavailable" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == "end\n", done.stderr
+
+
 WITHOUT_FSOPEN = """
 import ctypes, errno, struct, sys
 from weakincentives.contrib.tools import find_sandbox
@@ -790,6 +831,50 @@ def test_a_command_that_uses_up_its_limits_leaves_the_next_one_alone(
         done = sandbox.run(box.files, "echo yes", timeout=PATIENCE)
 
         assert (done.stdout, done.stderr, done.ok) == ("yes\n", "", True)
+
+
+MARKS = """
+echo own >/tmp/left
+echo own >/dev/shm/left
+umask 077
+ulimit -n 10
+export OWN=1
+python3 - <<'END'
+import ctypes, os, socket
+libc = ctypes.CDLL(None)
+libc.shmget(77, 4096, 0o1666)
+libc.semget(77, 1, 0o1666)
+libc.msgget(77, 0o1666)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.setpriority(os.PRIO_PROCESS, 1, 19)
+libc.prlimit(1, 7, (ctypes.c_ulong * 2)(5, 5), None)
+END
+(setsid sh -c 'while :; do echo own >>late; done' &) 2>/dev/null
+kill -9 -1; kill -9 $$
+"""
+
+SEEN = """
+cat /tmp/left /dev/shm/left late 2>/dev/null
+cat /proc/sysvipc/* | grep -v key
+umask; ulimit -n; echo "$OWN"; nproc; cut -d' ' -f19 /proc/1/stat
+ls /proc | grep -c '^[0-9]'
+"""
+
+
+def test_nothing_of_a_command_reaches_the_next_one(box: Box):
+    """The next sandbox is armed while it runs, and uses the layers of an earlier one."""
+    before = [box.run(SEEN).stdout for _ in range(3)]
+    assert len(set(before)) == 1
+
+    for _ in range(10):
+        assert not box.run(MARKS).kept
+        assert box.run(MARKS.replace("kill", "true")).ok
+        if box.files.exists("late"):  # else it was killed before
+            box.files.delete("late")
+        seen = box.run(SEEN)
+
+        assert seen.stdout == before[0]
+        assert box.files.glob("*") == ()
 
 
 @pytest.mark.parametrize("moment", ["before", "while it starts"])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 NOT_YOURS = "the call commits and rolls back by itself: leave out COMMIT, ROLLBACK and BEGIN"
+_COMMITTED = "rows of {}: a statement of the handler has committed them"
 _names = itertools.count(1)
 _STOPS_WITHIN = 2.0
 """Seconds for a statement to stop that an abandoned handler is running."""
@@ -49,6 +50,8 @@ class Work(ABC):
         """Held during each statement."""
         self.lost_race = False
         self.is_over = False
+        self.was_committed = False
+        """Whether a statement of the handler has ended the transaction, so that its rows stay."""
         self.is_abandoned = False
         """Whether a handler that could not be stopped has to clean up."""
         self.call_id = ""
@@ -413,6 +416,8 @@ class Database(Participant, ABC):
                     work.run(f"ROLLBACK TO SAVEPOINT {view._savepoint}")
                     work.run(f"RELEASE SAVEPOINT {view._savepoint}")
                 return ()
+            if work.was_committed:
+                return (_COMMITTED.format(self.title),)
             if view._has_begun and not work.is_over:
                 view._has_begun = False
                 work.rollback()
@@ -422,6 +427,8 @@ class Database(Participant, ABC):
             _logger.warning("a rollback failed: its connection is closed", exc_info=True)
             work.end(reuse=False)
         finally:
+            if work.was_committed:
+                work.end(reuse=False)
             work.lock.release()
         return ()
 

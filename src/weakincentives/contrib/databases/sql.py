@@ -23,6 +23,7 @@ try:
     import sqlalchemy
     from sqlalchemy import event
     from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.exc import TimeoutError as PoolTimeout
 except ImportError as error:
     raise MissingExtra("sql", "sqlalchemy") from error
 
@@ -40,7 +41,15 @@ Parameters = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 _LOST_RACE = frozenset({"40001", "40P01", "55P03"})
 """SQLSTATE of a serialization failure, a deadlock, and a lock that was not available."""
 _READ_ONLY = "25006"
-_ENDS = re.compile(r"\s*(COMMIT|BEGIN|END|ABORT|START|ROLLBACK(?!\s+TO))\b", re.IGNORECASE)
+_ENDS = re.compile(
+    r"\s*(COMMIT|BEGIN|END|ABORT|START|PREPARE\s+TRANSACTION|ROLLBACK(?!\s+TO))\b", re.IGNORECASE
+)
+_MAY_END = re.compile(r"\b(COMMIT|BEGIN|END|ABORT|START|PREPARE|ROLLBACK)\b", re.IGNORECASE)
+_NO_WORDS = re.compile(
+    r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/""", re.DOTALL
+)
+"""Texts, quoted names and comments."""
+_HAS_A_BODY = re.compile(r"\s*CREATE\b", re.IGNORECASE)
 _LONGEST_LOCK = 5.0
 """Seconds that SQLite waits for a lock, if nobody has said otherwise."""
 _FOR_CANCELLED = 2.0
@@ -179,7 +188,14 @@ class _SqlWork(Work):
     _busy_timeout: int | None = None
 
     def begin(self, view: Database) -> None:
-        self.connection = self.database.engine.connect().execution_options(**{_WORK: self})
+        engine = self.database.engine
+        try:
+            if not engine.dialect.is_async and running_loop() is not None:
+                _refuse_to_wait(engine.pool)
+            self.connection = engine.connect().execution_options(**{_WORK: self})
+        except PoolTimeout:
+            self.lost_race = True
+            raise
         self._has_connection = True
         reads = view.read_only is not None
         try:
@@ -296,6 +312,23 @@ class _SqlWork(Work):
                 self.connection.close()
 
 
+def _refuse_to_wait(pool: Any) -> None:
+    """Raise if all connections are in use: to wait would stop the event loop."""
+    if isinstance(pool, sqlalchemy.QueuePool):
+        most = getattr(pool, "_max_overflow", -1)
+        if 0 <= most <= pool.overflow() and not pool.checkedin():
+            raise PoolTimeout("all connections of the engine's pool are in use")
+
+
+def _ends_transaction(sql: str) -> bool:
+    """Whether a statement, or one of several, would end the transaction or begin another."""
+    if _MAY_END.search(sql) is None:
+        return False
+    first, *more = _NO_WORDS.sub(" ", sql).split(";")
+    statements = [first] if _HAS_A_BODY.match(first) else [first, *more]
+    return any(_ENDS.match(each) for each in statements)
+
+
 def _is_autocommit(connection: Any) -> bool:
     """Whether a connection of a driver commits each statement at once; drivers differ."""
     of_mysql = getattr(connection, "get_autocommit", None)
@@ -324,7 +357,7 @@ def _before(connection: Connection, cursor: Any, statement: str, *_: Any) -> Non
     work = _work_of(connection)
     if work is None or work.is_ours:
         return
-    if _ENDS.match(statement):
+    if _ends_transaction(statement):
         raise WinkError(NOT_YOURS)
     view = _using_view.get()
     if view is None or view._work is not work:
@@ -339,6 +372,26 @@ def _after(connection: Connection, *_: Any) -> None:
     work = _work_of(connection)
     if work is not None:
         work.busy = None
+        _expect_transaction(work, connection)
+
+
+def _expect_transaction(work: _SqlWork, connection: Connection) -> None:
+    """Raise if a statement of the handler has ended the transaction, in whatever way."""
+    if not work.is_ours and not work.was_committed and _is_idle(connection):
+        work.was_committed = work.was_ended = True
+        raise WinkError(NOT_YOURS)
+
+
+def _is_idle(connection: Connection) -> bool:
+    """Whether the driver knows that it is in no transaction."""
+    driver: Any = cast("Any", connection.connection).driver_connection
+    status = getattr(getattr(driver, "info", None), "transaction_status", None)  # psycopg
+    if status is not None:
+        return int(status) == 0
+    of_asyncpg = getattr(driver, "is_in_transaction", None)
+    if of_asyncpg is not None:
+        return not of_asyncpg()
+    return getattr(driver, "in_transaction", None) is False  # SQLite
 
 
 def _failed(context: ExceptionContext) -> None:
@@ -353,6 +406,8 @@ def _failed(context: ExceptionContext) -> None:
         work.lost_race = True
     elif (state == _READ_ONLY or busy == 8) and work.refusal is not None:
         raise ReadOnlyView(work.refusal) from found
+    elif context.connection is not None and not context.is_disconnect:
+        _expect_transaction(work, context.connection)
 
 
 def _refuse_end(connection: Connection) -> None:
