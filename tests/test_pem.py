@@ -94,6 +94,7 @@ SPELLED = {
     ),
     "in a diff by words": lambda text: "".join(f"[-{line}-]\n" for line in text.split("\n")),
     "added, by words": lambda text: "".join(f"{{+{line}+}}\n" for line in text.split("\n")),
+    "as cat -A shows it": lambda text: "".join(f"{line}$\n" for line in text.split("\n")),
     "in a table": lambda text: "".join(f"| 1 | {line} |\n" for line in text.split("\n")),
     "as a comment": lambda text: textwrap.indent(text, "# "),
 }

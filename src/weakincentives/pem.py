@@ -26,7 +26,7 @@ _LINE_END = re.compile(
 _WIDTHS = (64, 70)
 """Characters in a line of a key: of OpenSSL, GnuPG and PuTTY, and of OpenSSH."""
 _LONG = re.compile(rf"(?<!{_B64}){_B64}{{62,}}={{0,2}}")
-_LAST = re.compile(rf"(?<!{_B64})(?P<run>{_B64}+={{0,2}})[\s\"',;|\\]*$")
+_LAST = re.compile(rf"(?<!{_B64})(?P<run>{_B64}+={{0,2}})[\s\"',;|\\$]*$")
 # What may precede the data in its line: a number, the sign of a diff, a quote, what grep prints.
 _PREFIX = re.compile(r"[\s\d:|>→\"'`#*/,;\\+-]*(?:\\t|\\)?(?:[\w./-]+[:-]\d+[:-])?[\s+-]*")
 _NUMBERED = re.compile(r"(?<![A-Za-z0-9])\d+-$")

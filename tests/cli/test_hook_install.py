@@ -150,6 +150,25 @@ def command(settings: Path, event: str = "PreToolUse") -> str:
     return matcher["hooks"][0]["command"]
 
 
+def test_claude_code_does_not_start_in_the_project_to_install_the_plug_in(
+    home: Path, tmp_path: Path
+):
+    project, program = home / "project", tmp_path / "bin" / "claude"
+    project.mkdir()
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\npwd >>"$HOME/started"\n')
+    program.chmod(0o755)
+    env = {**environment(), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+    installed = wink("hook", "install", "claude", "--plugin", cwd=project, env=env)
+    wink("hook", "uninstall", "claude", cwd=project, env=env)
+
+    assert installed.returncode == 0, installed.stderr
+    places = (home / "started").read_text().splitlines()
+    assert len(places) >= 4
+    assert not any(Path(each).is_relative_to(project) for each in places)
+
+
 def test_codex_trusts_our_hooks_and_keeps_its_settings(home: Path):
     config = home / ".codex" / "config.toml"
     config.parent.mkdir()

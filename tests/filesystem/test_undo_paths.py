@@ -325,6 +325,24 @@ def test_a_directory_that_was_moved_away_comes_back_around_what_was_re_created(
     assert named(told, "src/f1")
 
 
+@pytest.mark.parametrize("way", BACK)
+def test_an_edit_of_what_a_call_wrote_and_then_moved_stays(
+    fs: HostFilesystem, root: Path, way: str
+):
+    call(fs, "c0", lambda view: view.write("first", "x"))
+    before = contents(root)
+    call(fs, "c1", lambda view: (view.write("src/f1", "an agent's"), view.move("src", "old")))
+    put(root / "old/f1", "a person's")
+
+    told = go_back(fs, way, "c1")
+
+    now = contents(root)
+    assert now.pop("src/f1")[2] == b"a person's"
+    del before["src/f1"]
+    assert now == before
+    assert named(told, "src/f1")
+
+
 # No false "changed by someone else"
 
 

@@ -503,11 +503,20 @@ class _Undo:
         self._edited[parts] = make
         self.changes.partly.add(one.call_id)
 
-    def _is_left(self, parts: Parts, one: _OneCall) -> bool:
+    def _is_left(self, parts: Parts, one: _OneCall, record: Record | None = None) -> bool:
         """Whether a path is not to be touched, because of an edit there or above it."""
         if parts in one.changed or parts in self._left:
             return True
         if parts in one.undone:
+            return False
+        if record is not None and is_below(parts, one.moved_back):
+            # What the call had left there was moved with its directory, and so was an edit of it.
+            status = self.changes.tree.status_if_reached(parts)
+            moment = self.history.moment(one.delta.committed.serial)
+            if status is None or stat.S_ISDIR(status.st_mode) or status.st_mtime_ns < moment:
+                return False
+            return not is_same(record.after, Disk(self.changes.tree), parts)
+        if parts in one.restored or is_below(parts, one.restored):
             return False
         if not is_below(parts, self._left) and not is_below(parts, self._shared):
             return False
@@ -521,6 +530,9 @@ class _Undo:
     def _has_directory(self, parts: Parts) -> bool:
         status = self.changes.tree.status_if_reached(parts)
         return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def _is_there(self, parts: Parts) -> bool:
+        return self.changes.tree.status_if_reached(parts) is not None
 
     def _is_free(self, parts: Parts) -> bool:
         """Whether nothing is at a path, nor in the place of a directory above it."""
@@ -536,7 +548,7 @@ class _Undo:
         if self._is_blocked(parts):
             self.changes.partly.add(one.call_id)
             return
-        is_left = self._is_left(parts, one)
+        is_left = self._is_left(parts, one, record)
         was_directory = before is not None and before.is_directory
         if is_left and was_directory and self._is_free(parts):
             is_left = False  # there is nothing to leave: what was in it comes back
@@ -560,6 +572,8 @@ class _Undo:
         elif is_free or self.force:
             self.changes.rename(moved, origin)
             self._times.move(moved, origin)
+            one.restored.add(origin)
+            one.moved_back.add(origin)
         elif self._has_directory(origin) and self._has_directory(moved):
             self._move_into(record, origin, one)
         elif self._is_in_the_way(moved, record, one):
@@ -581,6 +595,7 @@ class _Undo:
                 if self.changes.tree.status(target) is None:
                     self.changes.rename(source, target)
                     self._times.move(source, target)
+                    one.restored.add(target)
                 elif self._has_directory(source) and self._has_directory(target):
                     pending.append((source, target))
                 elif self._is_copy(self.changes.tree, source, target):
@@ -682,7 +697,7 @@ class _Undo:
             self._set_attributes(parts, before)
         elif _was_edited(record, status) and before.digest is not None:
             self._write_in_place(parts, before, before.digest)
-        elif not self._recreate(record, before, one.delta):
+        elif not self._recreate(record, before, one):
             self._left.add(parts)
             self.changes.partly.add(one.call_id)
             self.sentences.append(
@@ -698,7 +713,7 @@ class _Undo:
                 self._remove(top)
                 return
             for parts in [each for each, _ in tree.walk(top) if each in one.restored]:
-                if not is_related(parts, self._left):
+                if not is_related(parts, self._left) and self._is_there(parts):
                     self._remove(parts)
                     one.restored.discard(parts)
             return
@@ -789,9 +804,9 @@ class _Undo:
         if now is None or not now.is_like(before) or now.mtime_ns != before.mtime_ns:
             self._set_attributes(parts, before)
 
-    def _recreate(self, record: Record, before: Entry, delta: Delta) -> bool:
+    def _recreate(self, record: Record, before: Entry, one: _OneCall) -> bool:
         """Re-create what a call replaced; False if it was not saved."""
-        parts, store = record.path, self.changes.store
+        parts, store, delta = record.path, self.changes.store, one.delta
         twin = self._links.twin(before, delta)
         if twin is not None:
             self._add_name(twin, parts)
@@ -804,6 +819,7 @@ class _Undo:
         if before.is_directory and self.changes.tree.status(parts) is not None:
             self._remove(parts)  # so that it arrives as a whole, which can be undone
         self._put(parts, staged)
+        one.restored.add(parts)
         self._links.made(before, parts)
         if before.is_directory:
             self._join_tree(delta, record)
@@ -892,8 +908,10 @@ class _OneCall:
         self.arrived = arrived(delta)
         self.undone: set[Parts] = set()
         """The paths with a record that is undone already: they are no longer as it left them."""
+        self.moved_back: set[Parts] = set()
+        """Where something was moved back to, with all that is in it."""
         self.restored: set[Parts] = set()
-        """What was restored into directories that someone made again, or that hold an edit."""
+        """What came back, also into directories that someone made again, or that hold an edit."""
 
 
 class _Links:

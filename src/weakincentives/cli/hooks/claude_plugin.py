@@ -65,8 +65,7 @@ def remove_plugin() -> None:
     program = find_program("claude")
     if plugin_directory().exists() and program is not None:
         for words in (("uninstall", _NAME), ("marketplace", "remove", "wink")):
-            command = [program, "plugin", *words]
-            subprocess.run(command, capture_output=True, check=False, env=safe_environment())
+            _run(program, *words)
 
 
 def show_plugin() -> None:
@@ -80,13 +79,18 @@ def _claude(*words: str) -> None:
     program = find_program("claude")
     if program is None:
         raise Misuse(f"{missing_program('claude')}; run where it is: {shown}")
-    command = [program, "plugin", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=safe_environment()
-    )
+    done = _run(program, *words)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().splitlines()
         raise Misuse(f"{shown} failed: {reason[-1] if reason else 'no reason given'}")
+
+
+def _run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Claude Code outside of the project, whose settings an agent may have written."""
+    return subprocess.run(
+        [program, "plugin", *words], cwd=plugin_directory(), env=safe_environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def _command(name: str, description: str, arguments: str) -> str:
