@@ -115,8 +115,11 @@ def _let_happen(project: Path) -> None:
             raise Misuse("\n".join(filter(None, reasons)))
 
     tell("before")
+    shell = find_program("sh")
+    if shell is None:
+        raise Misuse(missing_program("sh"))
     done = subprocess.run(
-        COMMAND, shell=True, cwd=project, capture_output=True, text=True, check=False,
+        [shell, "-c", COMMAND], cwd=project, capture_output=True, text=True, check=False,
         env=safe_environment(),
     )  # fmt: skip
     tell("after", done.stdout + done.stderr)
