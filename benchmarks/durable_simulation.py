@@ -44,14 +44,14 @@ from dbos._serialization import DBOSPortableJSON  # noqa: E402
 from dbos._sys_db import SystemDatabase  # noqa: E402
 
 from postgres import Postgres  # noqa: E402
-from weakincentives.call import new_id  # noqa: E402
+from weakincentives.core.call import new_id  # noqa: E402
 from weakincentives.durable import dbos as engines  # noqa: E402
 from weakincentives.durable.dbos import DbosEngine, Worker  # noqa: E402
 from weakincentives.durable.objects import DatabaseObjects  # noqa: E402
-from weakincentives.durable.runs import DurableRun, Runs  # noqa: E402
 from weakincentives.prompt.approval import ApprovalRequest  # noqa: E402
 from weakincentives.runtime.stores import database as databases  # noqa: E402
 from weakincentives.runtime.stores.database import Database  # noqa: E402
+from weakincentives.runtime.stores.runs import DurableRun, Runs  # noqa: E402
 from weakincentives.runtime.stores.sql import OpenSqlLog, SqlStore  # noqa: E402
 
 VERSION = "1"

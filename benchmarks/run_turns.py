@@ -15,7 +15,6 @@ from statistics import fmean, median
 
 from timing import Samples, emit, is_quick
 from weakincentives.adapters import ModelTurn, RunConfig, ScriptedAdapter, calls, says
-from weakincentives.events import PromptRendered
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import (
     MarkdownSection,
@@ -27,6 +26,7 @@ from weakincentives.prompt import (
 )
 from weakincentives.runtime import Session, ToolInvoked
 from weakincentives.runtime.conversation import Message
+from weakincentives.session.events import PromptRendered
 
 FEW, MANY = 1, 10
 """Calls in a turn."""

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProces
 
 import weakincentives as wink
 from weakincentives.adapters import ScriptedAdapter, calls, says
-from weakincentives.budget import TokenUsage
+from weakincentives.core.budget import TokenUsage
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import ReadBeforeWritePolicy
 from weakincentives.telemetry import instrument

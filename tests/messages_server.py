@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from weakincentives.adapters import ModelTurn
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import (
     MalformedResponse,
     ProviderError,

@@ -33,12 +33,12 @@ OUTSIDE = ["CHANGELOG.md", "benchmarks/README.md"]
 
 PUBLIC = [
     "weakincentives.adapters",
-    "weakincentives.budget",
-    "weakincentives.clock",
+    "weakincentives.core.budget",
+    "weakincentives.core.clock",
     "weakincentives.contrib.databases",
     "weakincentives.contrib.tools",
     "weakincentives.dbc",
-    "weakincentives.deadlines",
+    "weakincentives.core.deadlines",
     "weakincentives.debugger",
     "weakincentives.durable",
     "weakincentives.errors",

@@ -20,9 +20,8 @@ import pytest
 
 import weakincentives as wink
 from weakincentives.adapters import ScriptedAdapter
-from weakincentives.budget import Budget
 from weakincentives.contrib.databases import SqlDatabase, SqliteDatabase
-from weakincentives.memory import MemoryManager
+from weakincentives.core.budget import Budget
 from weakincentives.prompt import (
     CascadeEffect,
     CustomPrecondition,
@@ -34,6 +33,7 @@ from weakincentives.prompt import (
 from weakincentives.resources import Binding
 from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import MainLoop, Session, ToolRegistry
+from weakincentives.session.memory import MemoryManager
 
 DOCS = Path(__file__).parents[1] / "docs" / "mistakes.md"
 

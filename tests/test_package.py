@@ -33,7 +33,7 @@ def test_the_public_surface_is_listed_sorted_and_complete(name: str):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.ImportFrom)
         and (node.level or str(node.module).startswith("weakincentives"))
-        and node.module != "weakincentives.lazy"
+        and node.module != "weakincentives.core.lazy"
         for alias in node.names
     }
 
@@ -137,7 +137,7 @@ def test_the_two_commands_of_the_readme_can_be_given_in_the_source_distribution(
 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "tests/test_clock.py", "README.md"],
+         "tests/core/test_clock.py", "README.md"],
         cwd=unpacked, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(unpacked / "src"), "PYTEST_ADDOPTS": ""},
     )  # fmt: skip

@@ -24,10 +24,10 @@ from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 import weakincentives as wink
 from weakincentives.adapters import RunConfig, ScriptedAdapter, calls, says
-from weakincentives.budget import TokenUsage
-from weakincentives.call import RunContext
-from weakincentives.clock import FakeClock
-from weakincentives.deadlines import Deadline
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import RunContext
+from weakincentives.core.clock import FakeClock
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     DeadlineExceededError,
     MissingExtra,

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from weakincentives.adapters import Message, ModelTurn
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.testing import Asked
 
 _FIELDS = frozenset(

@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 __version__ = "0.1.0"
 
 load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.call import ToolCall as ToolCall
-    from weakincentives.deadlines import Deadline as Deadline
+    from weakincentives.core.call import ToolCall as ToolCall
+    from weakincentives.core.deadlines import Deadline as Deadline
+    from weakincentives.core.media import Media as Media
     from weakincentives.filesystem import Filesystem as Filesystem
     from weakincentives.filesystem import MemoryFilesystem as MemoryFilesystem
-    from weakincentives.media import Media as Media
     from weakincentives.prompt import MarkdownSection as MarkdownSection
     from weakincentives.prompt import Prompt as Prompt
     from weakincentives.prompt import PromptTemplate as PromptTemplate

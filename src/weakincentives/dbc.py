@@ -25,8 +25,8 @@ from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from weakincentives.core.named import Named, named, title_of
 from weakincentives.errors import ContractError
-from weakincentives.named import Named, named, title_of
 from weakincentives.tool_result import ToolResult
 
 __all__ = ["ensure", "require"]

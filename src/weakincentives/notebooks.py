@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from weakincentives.text import harmless
+from weakincentives.core.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.tool_result import ToolResult

@@ -21,6 +21,7 @@ from types import FunctionType, MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
+from weakincentives.core.gate import Gate, ObjectGate
 from weakincentives.errors import (
     CircularDependency,
     PromptEvaluationError,
@@ -30,8 +31,7 @@ from weakincentives.errors import (
     UnboundResource,
     VisibilityExpansionRequired,
 )
-from weakincentives.gate import Gate, ObjectGate
-from weakincentives.participant import Participant, misfit, participant_for
+from weakincentives.session.participant import Participant, misfit, participant_for
 
 __all__ = [
     "Binding",

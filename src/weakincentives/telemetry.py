@@ -11,10 +11,8 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives import events
-from weakincentives.budget import NO_TOKENS, TokenUsage
+from weakincentives.core.budget import NO_TOKENS, TokenUsage
 from weakincentives.errors import MissingExtra, VisibilityExpansionRequired
-from weakincentives.events import ToolInvoked
 from weakincentives.runtime.conversation import (
     ContextCompacted,
     Message,
@@ -27,6 +25,8 @@ from weakincentives.runtime.conversation import (
     ToolProgress,
 )
 from weakincentives.serde import dump
+from weakincentives.session import events
+from weakincentives.session.events import ToolInvoked
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
 from weakincentives.errors import WinkError
-from weakincentives.logs import get_logger
-from weakincentives.media import Media
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault

@@ -36,7 +36,7 @@ from weakincentives.adapters import (
     says,
 )
 from weakincentives.adapters.media import MediaFilter, mcp_block
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import ProviderRejected, ReplayDiverged
 from weakincentives.prompt import ToolResult
 

@@ -25,8 +25,9 @@ from weakincentives.adapters import (
     calls,
     says,
 )
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.media import Media
 from weakincentives.errors import (
     ContextOverflow,
     MalformedResponse,
@@ -36,7 +37,6 @@ from weakincentives.errors import (
     ProviderThrottled,
     ProviderUnavailable,
 )
-from weakincentives.media import Media
 from weakincentives.prompt import ToolResult
 from wire_messages import events_as_stream
 

@@ -28,8 +28,8 @@ from weakincentives.adapters import (
     RunConfig,
     calls,
 )
-from weakincentives.budget import TokenUsage
-from weakincentives.deadlines import Deadline
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     BudgetExceededError,
     CallLimitExceeded,

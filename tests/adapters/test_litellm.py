@@ -26,8 +26,8 @@ from weakincentives.adapters import (
     calls,
     says,
 )
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import (
     MissingExtra,
     ProviderError,

@@ -33,8 +33,8 @@ from weakincentives.adapters import (
     ToolEnded,
     TurnStarted,
 )
-from weakincentives.clock import FakeClock
-from weakincentives.deadlines import Deadline
+from weakincentives.core.clock import FakeClock
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     DeadlineExceededError,
     MissingExtra,

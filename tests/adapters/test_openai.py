@@ -39,8 +39,8 @@ from weakincentives.adapters import (
     says,
 )
 from weakincentives.adapters.failures import without_secrets
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import (
     DeadlineExceededError,
     MalformedResponse,

@@ -28,7 +28,7 @@ from weakincentives.adapters import (
     replay,
     says,
 )
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import ProviderRejected, ReplayDiverged
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
@@ -40,7 +40,7 @@ from weakincentives.prompt import (
     tool,
 )
 from weakincentives.runtime import Session, SlicePolicy, ToolInvoked, execute_tool, slice_policy
-from weakincentives.slices import replace_latest, upsert_by
+from weakincentives.session.slices import replace_latest, upsert_by
 from weakincentives.testing import FakeClock
 
 

@@ -17,7 +17,7 @@ from weakincentives.adapters import (
     calls,
     says,
 )
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import PageNotRead
 from weakincentives.prompt import ReadBeforeWritePolicy, ToolResult
 

@@ -13,8 +13,8 @@ import pytest
 
 from weakincentives import MarkdownSection, Prompt, PromptTemplate, Session, ToolContext, tool
 from weakincentives.adapters import ModelRequest, RunConfig, ScriptedAdapter, TextDelta, calls, says
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.retry import RetryPolicies
 

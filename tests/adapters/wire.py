@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from waiting import is_readable
 from weakincentives.adapters import Message, ModelTurn
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import (
     MalformedResponse,
     ProviderError,

@@ -20,7 +20,7 @@ from forked import Forked, can_fork
 from forked import start as start_forked
 
 from waiting import is_readable
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 
 WINK = (sys.executable, "-m", "weakincentives.cli")
 

@@ -15,8 +15,8 @@ import pytest
 from commands import Wink
 from terminal import WINK, Terminal, environment
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools import find_sandbox
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError, SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime import PendingApproval, pending_approvals

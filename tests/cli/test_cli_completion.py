@@ -16,9 +16,9 @@ from terminal import Terminal
 from test_history import TURNS, project  # noqa: F401  # fixtures
 
 from weakincentives.cli.entry import main
-from weakincentives.durable.runs import Runs
 from weakincentives.filesystem import Branch
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 
 BEGIN = 'eval "$(wink --show-completion bash)"'
 ASK = """

@@ -19,7 +19,7 @@ from terminal import WINK, environment, wink
 
 from messages_server import serving
 from weakincentives.adapters import ModelTurn
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.store import location_of
 

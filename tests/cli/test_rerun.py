@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from commands import Done, Wink
 
-from weakincentives.events import PromptRendered
 from weakincentives.filesystem import Branch, branches_of
 from weakincentives.runtime import Calls, SavedSession
 from weakincentives.runtime.calls import Run, runs_of
+from weakincentives.session.events import PromptRendered
 
 WRITES = [{"write_file": {"path": f"{name}.txt", "content": name}} for name in "abc"]
 TURNS: list[Any] = [

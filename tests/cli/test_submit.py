@@ -14,10 +14,10 @@ from commands import Wink
 from terminal import WINK, Terminal, environment
 
 from weakincentives.cli.database import _filesystem_of  # pyright: ignore[reportPrivateUsage]
-from weakincentives.durable.runs import Runs
 from weakincentives.errors import install_command
 from weakincentives.prompt.approval import ApprovalRequest, CallPreview
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 
 SCRIPT = [{"say": "Done."}]
 

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weakincentives.budget import TokenPrice, TokenUsage
-from weakincentives.call import ToolCall
 from weakincentives.cli.common import summary_of
 from weakincentives.cli.view import (
     CallEnded,
@@ -32,6 +30,9 @@ from weakincentives.cli.view import (
 )
 from weakincentives.contrib.tools import Plan
 from weakincentives.contrib.tools.planning import PlanStep
+from weakincentives.core.budget import TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.text import harmless
 from weakincentives.errors import ProviderUnavailable
 from weakincentives.prompt import ToolResult
 from weakincentives.runtime import ToolInvoked
@@ -46,7 +47,6 @@ from weakincentives.runtime.conversation import (
     TurnEnded,
     TurnStarted,
 )
-from weakincentives.text import harmless
 
 WILD = "\x1b[2Jwiped \x1b]0;title\x07 \x9b31m \u202eevil \r over \x00 caf\xe9 \ud800 \u2028"
 

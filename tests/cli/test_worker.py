@@ -18,11 +18,11 @@ from terminal import WINK, environment
 from test_approve import until
 
 from postgres import Postgres
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import install_command
 from weakincentives.filesystem import branches_of
 from weakincentives.runtime.calls import runs_of
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 
 pytest.importorskip("dbos")
 

@@ -25,8 +25,8 @@ from weakincentives.cli.config import load_settings
 from weakincentives.cli.workbench import open_workbench
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.errors import SandboxUnavailable
-from weakincentives.events import ToolInvoked
 from weakincentives.runtime import Session
+from weakincentives.session.events import ToolInvoked
 
 pytestmark = pytest.mark.heavy
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import weakincentives as wink
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.store import location_of
 from weakincentives.runtime import SavedSession, ToolRegistry

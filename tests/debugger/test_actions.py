@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from weakincentives.cli.entry import main
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.serving import listen, serve_app
 from weakincentives.debugger import Views, actions
 from weakincentives.debugger.records import NotFound
 from weakincentives.debugger.server import Actions, Debugger
-from weakincentives.durable.runs import Runs
 from weakincentives.errors import AnswerRefused, UndoRefused, WinkError
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of
 from weakincentives.prompt.approval import ApprovalRequest
 from weakincentives.runtime import Calls, SavedSession
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.runtime.stores.database import Database
-from weakincentives.serving import listen, serve_app
+from weakincentives.runtime.stores.runs import Runs
 
 WRITES = [{"write_file": {"path": f"{name}.txt", "content": f"{name}\n"}} for name in "abc"]
 TURNS: list[Any] = [{"call": WRITES[:2]}, {"say": "Now:", "call": WRITES[2:]}, {"say": "Done."}]

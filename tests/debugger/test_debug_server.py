@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from run_world import Work, opened
 
+from weakincentives.core.serving import listen, serve_app
 from weakincentives.debugger import Views
 from weakincentives.debugger.server import Actions, Debugger, Watch
 from weakincentives.errors import WinkError
-from weakincentives.serving import listen, serve_app
 
 
 class Server:

@@ -18,8 +18,8 @@ from chromium import Tab, chromium, needs_browser, opened, served
 from many_calls import make_run
 
 import weakincentives as wink
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.debugger import export_run
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of
 from weakincentives.runtime import ToolRegistry, open_run

@@ -14,7 +14,7 @@ from weakincentives.debugger.query import SCHEMA, Column, schema_text
 from weakincentives.errors import QueryError
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime.calls import Run, open_run
-from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.session.slices import SlicePolicy, slice_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import weakincentives as wink
 from weakincentives.adapters import ModelRequest, ModelTurn, ScriptedAdapter, calls, says
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.prompt import ApprovalPolicy, MarkdownSection, Prompt, PromptTemplate
 
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
 from ledger_service import serve
 
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 
 CHILD = Path(__file__).with_name("worker_child.py")
 

@@ -14,17 +14,17 @@ from durable_world import Note, Script, prompt_with
 from weakincentives.durable.host import Elsewhere, Hosting, RunHost
 from weakincentives.durable.objects import LocalObjects
 from weakincentives.durable.performer import Prepared
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import Finish, LocalJournal, drive, drive_whole
 from weakincentives.errors import LeaseLost
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem, branches_of
 from weakincentives.filesystem.portable import store_tree
 from weakincentives.runtime import SavedSession, Session
 from weakincentives.runtime.conversation import Message
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.runtime.stores.sql import SqlStore
 from weakincentives.runtime.tool_call import step_by_hand
+from weakincentives.session.events import ToolInvoked
 
 TURNS: list[list[tuple[str, dict[str, Any]]]] = [
     [("append", {"text": "one"}), ("note", {"text": "a"})],

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from postgres import Postgres
-from weakincentives.durable.runs import Runs
 from weakincentives.prompt.approval import ApprovalRequest
 from weakincentives.runtime import SavedSession, Session
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 from weakincentives.runtime.stores.sql import SqlStore
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"

@@ -15,13 +15,13 @@ from weakincentives.adapters import ScriptedAdapter, calls, says
 from weakincentives.durable.dbos import DbosEngine
 from weakincentives.durable.objects import LocalObjects
 from weakincentives.durable.requests import output_of, serving, submit_request
-from weakincentives.durable.runs import Runs
 from weakincentives.errors import WinkError
-from weakincentives.events import ToolInvoked
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ToolContext, tool
 from weakincentives.runtime import MainLoop, SavedSession, Session
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 from weakincentives.runtime.stores.sql import SqlStore
+from weakincentives.session.events import ToolInvoked
 
 pytest.importorskip("dbos")
 

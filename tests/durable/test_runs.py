@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from postgres import Postgres
-from weakincentives.durable.runs import DurableRun, Runs, WaitingApproval
 from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded, StoreRefused
 from weakincentives.prompt.approval import ApprovalRequest, CallPreview
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs, WaitingApproval
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.heavy)])
@@ -356,7 +356,7 @@ def at_once(url: str, code: str, processes: int = 4) -> list[str]:
     """Run code in several processes that begin at the same moment; returns what they print."""
     head = f"""
         import sys
-        from weakincentives.durable.runs import Runs
+        from weakincentives.runtime.stores.runs import Runs
         from weakincentives.errors import WinkError
         from weakincentives.runtime.stores.database import Database
         number = int(sys.argv[1])
@@ -485,7 +485,7 @@ def test_a_process_killed_between_the_answer_and_the_queue_loses_nothing(url: st
     runs.mark_enqueued(runs.find(request.run))
     code = f"""
     import os, signal
-    from weakincentives.durable.runs import Runs
+    from weakincentives.runtime.stores.runs import Runs
     from weakincentives.runtime.stores.database import Database
     runs = Runs(Database({url!r}))
     runs.answer({request.id!r}, approved=True, digest={request.digest!r})

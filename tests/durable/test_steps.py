@@ -28,11 +28,11 @@ from weakincentives.durable.steps import (
     from_json,
     to_json,
 )
-from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime import SavedSession, Session
 from weakincentives.runtime.conversation import Message
 from weakincentives.runtime.tool_call import step_by_hand
+from weakincentives.session.events import PromptExecuted, ToolInvoked
 
 TURNS = [
     [("note", {"text": "a"}), ("note", {"text": "b"})],

@@ -28,14 +28,14 @@ from chance import SEED, is_time_left
 from postgres import Postgres
 from weakincentives.durable.host import LOCAL, BranchLines
 from weakincentives.durable.objects import LocalObjects
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import AnswerRefused
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem.portable import Base, materialize, store_tree, unpack_branch
 from weakincentives.runtime import SavedSession
 from weakincentives.runtime.conversation import Message
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.runtime.stores.sql import SqlStore
+from weakincentives.session.events import ToolInvoked
 
 pytest.importorskip("dbos")
 pytestmark = pytest.mark.heavy

@@ -16,10 +16,10 @@ from fleet import PATIENCE, Fleet, Gate, counting_service, orders
 
 from postgres import Postgres
 from weakincentives.durable.host import Elsewhere
-from weakincentives.durable.runs import DurableRun
-from weakincentives.events import ToolInvoked
 from weakincentives.runtime import SavedSession
+from weakincentives.runtime.stores.runs import DurableRun
 from weakincentives.runtime.stores.sql import SqlStore
+from weakincentives.session.events import ToolInvoked
 
 pytest.importorskip("dbos")
 

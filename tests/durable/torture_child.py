@@ -21,12 +21,12 @@ import psycopg  # noqa: F401
 import sqlalchemy.dialects.postgresql.psycopg  # noqa: F401
 from torture_world import Done, Where, prepare
 
-from weakincentives.clock import SystemClock
+from weakincentives.core.clock import SystemClock
 from weakincentives.durable.dbos import DbosEngine, Worker
 from weakincentives.durable.host import Opening
 from weakincentives.durable.objects import LocalObjects
-from weakincentives.durable.runs import Runs
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 
 
 def set_clock_wrong(seconds: float) -> None:

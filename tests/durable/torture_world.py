@@ -12,12 +12,12 @@ from urllib.request import Request, urlopen
 
 import weakincentives as wink
 from weakincentives.adapters import ModelRequest, ModelTurn, ScriptedAdapter, calls, says
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.durable.performer import Prepared
-from weakincentives.durable.runs import DurableRun
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.prompt import ApprovalPolicy, MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import CallOutcome, Session
+from weakincentives.runtime.stores.runs import DurableRun
 
 BASE = {"base.txt": "from the base\n", "folder/kept.txt": "kept\n"}
 

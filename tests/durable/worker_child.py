@@ -21,10 +21,10 @@ from weakincentives.durable.dbos import DbosEngine, Worker
 from weakincentives.durable.host import Opening
 from weakincentives.durable.objects import LocalObjects
 from weakincentives.durable.performer import Prepared
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.runtime import Session
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from trees import elsewhere, has_xattrs, look, put
 
 from chance import STRIDE
 from ordinary_user import OrdinaryUser
-from weakincentives import locks
+from weakincentives.core import locks
 from weakincentives.errors import (
     CommandFailed,
     ContentDamaged,

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from weakincentives.clock import FakeClock
+from weakincentives.core.clock import FakeClock
 from weakincentives.errors import NoSuchFile, NotADirectory, NotAFile
 from weakincentives.filesystem import FileStat, MemoryFilesystem
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from model import OWNER, ROOT, Entry, Model, Stat
 from trees import Seen, look, make_repository, plant
 
-from weakincentives.clock import FakeClock
+from weakincentives.core.clock import FakeClock
 from weakincentives.errors import FilesystemError, MergeConflict
 from weakincentives.filesystem import HostFilesystem, MemoryFilesystem
 

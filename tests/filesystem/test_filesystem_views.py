@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 from trees import ON_DISK, filesystem
 
-from weakincentives.call import transaction_under_way
-from weakincentives.clock import FakeClock
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.clock import FakeClock
 from weakincentives.errors import (
     AlreadyExists,
     FilesystemError,

@@ -19,6 +19,7 @@ from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_g
 
 from ordinary_user import OrdinaryUser
 from waiting import is_readable
+from weakincentives.core.state import Seals
 from weakincentives.errors import (
     CommandFailed,
     FilesystemError,
@@ -31,7 +32,6 @@ from weakincentives.filesystem.disk import engines
 from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
 from weakincentives.filesystem.tree import Tree
-from weakincentives.state import Seals
 from weakincentives.testing import FakeClock
 
 pytestmark = [

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from trees import look
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.state import Seals
 from weakincentives.errors import (
     FilesystemError,
     MergeConflict,
@@ -30,7 +31,6 @@ from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.journal import Record, read_journal
 from weakincentives.filesystem.store import Source, location_of
 from weakincentives.filesystem.tree import Tree, exchange
-from weakincentives.state import Seals
 
 ENTRY = Entry(kind="file", mode=0o644, mtime_ns=1, uid=0, gid=0)
 

@@ -26,7 +26,7 @@ from killed_child import Death
 from trees import ON_DISK, look
 
 from chance import HEAVY, SEED
-from weakincentives.clock import FakeClock
+from weakincentives.core.clock import FakeClock
 from weakincentives.errors import ContentDamaged, FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
 from weakincentives.filesystem.history import History

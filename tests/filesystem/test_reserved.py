@@ -658,7 +658,7 @@ def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):
     state = ours.root / "home/.state"
     ours.run(
         """
-from weakincentives.state import Seals
+from weakincentives.core.state import Seals
 Seals("test")
 with HostFilesystem(root, store=root.parent / "store") as fs:
     assert not fs.exists("home/.state/wink/key")

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import look
 
+from weakincentives.core.state import SEAL_SIZE, Seals
 from weakincentives.errors import (
     ContentDamaged,
     StoreRefused,
@@ -26,7 +27,6 @@ from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory, 
 from weakincentives.filesystem import history as history_module
 from weakincentives.filesystem.store import location_of
 from weakincentives.runtime import SavedSession, Session
-from weakincentives.state import SEAL_SIZE, Seals
 
 ROOT = os.geteuid() == 0
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_filesystem_model import APPLY, outcome
 from trees import ON_DISK, look, remove_empty_directories
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from trees import look, put
 
 from chance import THOROUGH
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from trees import look, put
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 

@@ -52,7 +52,7 @@ from claude_agent_sdk import (  # noqa: E402
 
 from weakincentives import ToolContext, tool  # noqa: E402
 from weakincentives.adapters import ModelTurn  # noqa: E402
-from weakincentives.call import ToolCall  # noqa: E402
+from weakincentives.core.call import ToolCall  # noqa: E402
 from weakincentives.errors import PolicyDenied, install_command  # noqa: E402
 from weakincentives.integrations import Bridge  # noqa: E402
 from weakincentives.integrations.claude import WinkClient, query  # noqa: E402

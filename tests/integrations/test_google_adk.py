@@ -53,9 +53,9 @@ from google.adk.workflow._errors import NodeInterruptedError
 from google.genai import types
 
 from weakincentives import ToolContext, ToolRegistry, tool
+from weakincentives.core.media import Media
 from weakincentives.errors import ToolValidationError
 from weakincentives.integrations.google_adk import WinkEnvironment, WinkPlugin, adopt
-from weakincentives.media import Media
 from weakincentives.prompt import ApprovalPolicy
 
 if TYPE_CHECKING:

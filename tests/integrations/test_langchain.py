@@ -56,10 +56,10 @@ from pydantic import Field, ValidationError
 
 from weakincentives import ToolContext, ToolRegistry, tool
 from weakincentives.errors import ToolDefinitionError, WinkError
-from weakincentives.events import ToolInvoked
 from weakincentives.integrations import adopt
 from weakincentives.integrations.langchain import WinkMiddleware
 from weakincentives.prompt import ApprovalPolicy
+from weakincentives.session.events import ToolInvoked
 
 
 class Scripted(BaseChatModel):

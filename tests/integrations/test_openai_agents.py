@@ -49,10 +49,10 @@ from agents.testing import ModelStep, ScriptedModel, assistant_message, function
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionShellToolCall
 
 from weakincentives import Tool, ToolContext, ToolRegistry, tool
+from weakincentives.core.media import Media
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.integrations import adopt
 from weakincentives.integrations.openai_agents import Wink
-from weakincentives.media import Media
 from weakincentives.prompt import ApprovalPolicy, ReadBeforeWritePolicy
 
 set_tracing_disabled(True)  # it would be sent to the provider

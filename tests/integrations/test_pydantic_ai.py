@@ -29,8 +29,8 @@ from cases import (
 
 from weakincentives import ToolRegistry, tool
 from weakincentives.cli.entry import main as wink_main
+from weakincentives.core.media import Media
 from weakincentives.integrations import adopt
-from weakincentives.media import Media
 from weakincentives.prompt import Approval, ApprovalPolicy
 
 require("pydantic_ai")

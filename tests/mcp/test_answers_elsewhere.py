@@ -14,12 +14,12 @@ import pytest
 from test_elicitation import ERAS, A, Mode, User, said, use
 
 from weakincentives.contrib.tools import file_tools
-from weakincentives.durable.runs import Runs
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.mcp import AskElsewhere, McpServer
 from weakincentives.prompt import ApprovalPolicy, MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import ToolInvoked
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 
 B = {**A, "path": "b.txt"}
 

@@ -12,12 +12,12 @@ import pytest
 import weakincentives as wink
 from weakincentives.adapters import Adapter, ScriptedAdapter
 from weakincentives.adapters.scripted import calls, says
-from weakincentives.budget import Budget, TokenUsage
+from weakincentives.core.budget import Budget, TokenUsage
 from weakincentives.mcp import McpToolsSection
 from weakincentives.prompt import ApprovalPolicy, Prompt, PromptTemplate
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
-from weakincentives.session import Session
+from weakincentives.session.session import Session
 
 pytest.importorskip("mcp")
 from mcp import types

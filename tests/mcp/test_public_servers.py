@@ -12,7 +12,7 @@ import pytest
 
 import weakincentives as wink
 from weakincentives.adapters import ScriptedAdapter, calls, says
-from weakincentives.deadlines import Heartbeat
+from weakincentives.core.deadlines import Heartbeat
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.mcp import McpToolsSection
 from weakincentives.prompt import PolicyDecision, QuotaPolicy, SequentialDependencyPolicy

@@ -13,9 +13,9 @@ import pytest
 
 import weakincentives as wink
 from weakincentives.contrib.tools import file_tools
+from weakincentives.core.media import Media
 from weakincentives.errors import ProtocolError, ToolDefinitionError
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
-from weakincentives.media import Media
 from weakincentives.prompt import (
     MarkdownSection,
     NotAnswered,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import weakincentives as wink
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.core.deadlines import Deadline, Heartbeat
 from weakincentives.errors import DeadlineExceededError, McpServerError, ToolDefinitionError
 from weakincentives.mcp import HttpServer, McpToolsSection, McpUndo, StdioServer, mcp_sections
 from weakincentives.prompt import Prompt, PromptTemplate

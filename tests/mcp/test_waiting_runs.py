@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from test_elicitation import ERAS, Mode, User, said, use
 
-from weakincentives.durable.runs import Runs
 from weakincentives.mcp import McpServer
 from weakincentives.mcp.elicitation import approvals_section
 from weakincentives.prompt.approval import ApprovalRequest
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import Runs
 
 ASK = {"tool": "ask_about_waiting_run"}
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.prompt import ToolContext, ToolResult, tool
 from weakincentives.prompt.feedback import (
     After,

@@ -8,7 +8,7 @@ import pytest
 from rpds import HashTrieMap
 
 from weakincentives.filesystem import MemoryFilesystem
-from weakincentives.memory import MemoryManager
+from weakincentives.session.memory import MemoryManager
 from weakincentives.testing import resource_cases
 
 

@@ -17,7 +17,7 @@ from weakincentives.prompt import (
 )
 from weakincentives.runtime import Session, SlicePolicy, ToolCall, ToolInvoked, execute_tool
 from weakincentives.runtime import slice_policy as declare
-from weakincentives.slices import Slice
+from weakincentives.session.slices import Slice
 
 
 @dataclass(frozen=True, slots=True)

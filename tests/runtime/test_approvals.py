@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import weakincentives as wink
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import Approval, ApprovalPolicy, MarkdownSection, Prompt, PromptTemplate

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from weakincentives.adapters import ScriptedAdapter, calls
-from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.contrib.tools import VfsConfig, VfsToolsSection
+from weakincentives.core.budget import TokenPrice, TokenUsage
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of
 from weakincentives.filesystem.overlay import find_way

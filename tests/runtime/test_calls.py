@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from weakincentives.adapters import ScriptedAdapter
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.media import Media
 from weakincentives.filesystem import HostFilesystem, Limits
 from weakincentives.filesystem.store import location_of
-from weakincentives.media import Media
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import SavedSession, Session, open_run
 from weakincentives.runtime.calls import Run, begin_run, delete_runs, new_run, old_runs, runs_of

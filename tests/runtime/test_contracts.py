@@ -12,7 +12,6 @@ from small_world import AddStep, Counter, Plan, Step, World, make_tool, raising
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
-from weakincentives.memory import EventBus, MemoryManager, Permissions
 from weakincentives.prompt import (
     CascadeEffect,
     CustomPrecondition,
@@ -42,6 +41,7 @@ from weakincentives.runtime import (
 )
 from weakincentives.runtime.compose import sequence
 from weakincentives.runtime.ledger import CallOutcome
+from weakincentives.session.memory import EventBus, MemoryManager, Permissions
 from weakincentives.testing import make_context
 
 UNTOUCHED = (Plan(), {}, 0)

@@ -26,9 +26,9 @@ from weakincentives.adapters import (
     calls,
     says,
 )
-from weakincentives.budget import Budget, BudgetTracker, TokenUsage
-from weakincentives.clock import FakeClock
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.core.budget import Budget, BudgetTracker, TokenUsage
+from weakincentives.core.clock import FakeClock
+from weakincentives.core.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     BudgetExceededError,
     CallLimitExceeded,

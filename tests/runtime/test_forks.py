@@ -12,9 +12,9 @@ from run_world import Note, Work, opened, spoken, texts_of
 
 import weakincentives as wink
 from weakincentives.adapters import ModelRequest, ScriptedAdapter, calls
+from weakincentives.core.media import Media
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import Branch, branches_of
-from weakincentives.media import Media
 from weakincentives.runtime import Change, SavedSession, ToolInvoked, fork_call, rerun_call
 from weakincentives.runtime.at import NOT_MADE
 from weakincentives.runtime.calls import Run, runs_of

@@ -18,8 +18,8 @@ from small_world import Noted, Plan, Step, World, make_tool, raising
 
 import weakincentives
 from chance import STRIDE
+from weakincentives.core.gate import gate_of
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.gate import gate_of
 from weakincentives.prompt import (
     PolicyDecision,
     QuotaPolicy,
@@ -64,7 +64,7 @@ def interrupted_at(
 ) -> tuple[bool, BaseException | None]:
     """Run with an interrupt at the nth line of our code; returns whether there was such a line."""
     left = line
-    spared = {*sparing, "undisturbed", "note"}
+    spared = {*sparing, "defer_interrupts", "note"}
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal left

@@ -28,8 +28,8 @@ from test_turn_properties import (
 )
 
 import weakincentives as wink
-from weakincentives import gate as gate_module
-from weakincentives.deadlines import Deadline
+from weakincentives.core import gate as gate_module
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, PromptEvaluationError, Suspended
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import Tool, ToolContext, ToolResult

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import weakincentives as wink
 from chance import SEED, dice
-from weakincentives import locks
+from weakincentives.core import locks
+from weakincentives.core.state import Seals
 from weakincentives.errors import WinkError
 from weakincentives.prompt import Effect
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
-from weakincentives.state import Seals
 
 CHILD = Path(__file__).with_name("ledger_child.py")
 

@@ -14,7 +14,7 @@ import weakref
 
 import pytest
 
-from weakincentives.loops import in_thread, run_blocking
+from weakincentives.core.loops import in_thread, run_blocking
 
 
 def test_a_thread_serves_the_next_function_once_it_is_free():
@@ -105,7 +105,7 @@ def test_a_child_that_a_function_forks_ends_with_the_function():
 
 _FORKS_IN_THREAD = """
 import asyncio, os
-from weakincentives.loops import in_thread
+from weakincentives.core.loops import in_thread
 
 async def run():
     return await in_thread(os.fork)

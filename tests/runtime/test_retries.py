@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_world import AddStep, Noted, Plan, Step, World, changing_everything, make_tool, raising
 
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import ToolDefinitionError, ViewClosed
 from weakincentives.prompt import (
     Effect,

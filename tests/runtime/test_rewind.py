@@ -23,7 +23,7 @@ from run_world import opened as opened_run
 import weakincentives as wink
 from chance import HEAVY
 from weakincentives.adapters import Message, ModelRequest, ScriptedAdapter, calls
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import SnapshotError, UndoRefused
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate

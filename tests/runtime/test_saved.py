@@ -347,7 +347,11 @@ def test_a_picture_is_saved_once_and_is_there_again_in_a_resumed_run(tmp_path: P
 
 
 def test_data_that_looks_like_a_picture_is_saved_as_it_is(tmp_path: Path):
-    fakes = [{"type": "weakincentives.media:Media"}, {"$": "stored", "sha256": "x"}, "x" * 2000]
+    fakes = [
+        {"type": "weakincentives.core.media:Media"},
+        {"$": "stored", "sha256": "x"},
+        "x" * 2000,
+    ]
     with SavedSession.create(tmp_path / "a.jsonl", new_session()) as saved:
         saved.session.dispatch(Held(fakes))
 

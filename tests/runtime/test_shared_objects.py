@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from weakincentives.adapters import ScriptedAdapter, calls
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError
 from weakincentives.prompt import (
     ApprovalPolicy,
@@ -122,7 +122,7 @@ def on_shelf(body: Callable[[Shelf], object], *, fails: bool = False) -> Callabl
 
 def has_waiting(shelf: Shelf, count: int = 1) -> None:
     """Wait until calls wait for a shelf."""
-    from weakincentives.gate import gate_of
+    from weakincentives.core.gate import gate_of
 
     for _ in range(100 * WAIT):
         if len(gate_of(shelf).line) >= count:
@@ -132,7 +132,7 @@ def has_waiting(shelf: Shelf, count: int = 1) -> None:
 
 
 def is_free(shelf: Shelf) -> bool:
-    from weakincentives.gate import gate_of
+    from weakincentives.core.gate import gate_of
 
     return not gate_of(shelf).locked() and not gate_of(shelf).line
 
@@ -726,7 +726,7 @@ class NoReferences:
 
 
 def test_an_object_is_freed_when_its_user_drops_it():
-    from weakincentives import gate
+    from weakincentives.core import gate
 
     shelf = Shelf()
     gone = weakref.ref(shelf)
@@ -766,7 +766,7 @@ def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
 
 
 def gate_line(shelf: Shelf) -> Any:
-    from weakincentives.gate import gate_of
+    from weakincentives.core.gate import gate_of
 
     return gate_of(shelf).line
 
@@ -889,7 +889,7 @@ def test_a_block_and_a_call_that_wait_for_each_other_both_end(
     on_loop: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """The block has the object, the call has the session that a call in the block is made on."""
-    monkeypatch.setattr("weakincentives.gate._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("weakincentives.core.gate._LOOK_SECONDS", 0.05)
     shelf, session = Shelf(), Session()
     tools = ToolRegistry([tool("put")], resources={Shelf: shelf}, session=session)
     results: list[ToolResult[Any]] = []

@@ -18,8 +18,8 @@ from typing import IO
 import pytest
 
 import weakincentives as wink
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.deadlines import Deadline
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     DeadlineExceededError,
     ResourceError,

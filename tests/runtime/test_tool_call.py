@@ -28,8 +28,8 @@ from small_world import (
     raising,
 )
 
-from weakincentives.budget import Budget, BudgetTracker, TokenUsage
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.core.budget import Budget, BudgetTracker, TokenUsage
+from weakincentives.core.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     BudgetExceededError,
     DeadlineExceededError,

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from weakincentives import session as session_module
 from weakincentives.errors import FilesystemError, PromptEvaluationError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.filesystem.base import Reads
@@ -40,6 +39,7 @@ from weakincentives.runtime import (
     slice_policy,
     tool_transaction,
 )
+from weakincentives.session import session as session_module
 from weakincentives.testing import Anomaly, History
 
 # State: two slices that are read and seeded, a counter and notes that merge, a log, and files.

@@ -27,8 +27,8 @@ from weakincentives.adapters import (
     replay,
     says,
 )
-from weakincentives.budget import Budget, TokenPrice, TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import Budget, TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import BudgetExceededError, ContextOverflow, ProviderRejected
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ToolContext, tool
 from weakincentives.runtime import (

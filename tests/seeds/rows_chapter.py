@@ -15,7 +15,7 @@ from seed_scenarios import Model
 
 from weakincentives.adapters import ScriptedAdapter, calls
 from weakincentives.contrib import tools as suites
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, ToolDefinitionError
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
@@ -32,7 +32,7 @@ from weakincentives.prompt import (
 )
 from weakincentives.resources import Binding, ResourceRegistry, Scope
 from weakincentives.runtime import Session, ToolInvoked
-from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.session.slices import SlicePolicy, slice_policy
 from weakincentives.testing import FakeClock, make_context, make_vfs
 
 

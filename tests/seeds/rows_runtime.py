@@ -13,8 +13,8 @@ from seed_rows import Row, promise, seed_rows
 from seed_scenarios import Model
 
 from weakincentives.adapters import ScriptedAdapter, calls
-from weakincentives.budget import Budget, BudgetTracker
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.core.budget import Budget, BudgetTracker
+from weakincentives.core.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     DeadlineExceededError,
     PromptEvaluationError,

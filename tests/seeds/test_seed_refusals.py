@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from weakincentives.adapters import ScriptedAdapter, calls
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.prompt import (
     CascadeEffect,
     MarkdownSection,

@@ -23,10 +23,10 @@ from weakincentives.adapters.schema import (
     replace_lone_surrogates,
     strict_schema,
 )
-from weakincentives.budget import TokenPrice, TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.media import Media
 from weakincentives.errors import MissingExtra, ProviderRejected
-from weakincentives.media import Media
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 
 if TYPE_CHECKING:

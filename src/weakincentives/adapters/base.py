@@ -15,14 +15,14 @@ from weakincentives.runtime.run import Run
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from weakincentives.budget import TokenPrice
-    from weakincentives.media import Content
+    from weakincentives.core.budget import TokenPrice
+    from weakincentives.core.media import Content
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.prompt.tool import Tool
     from weakincentives.runtime.conversation import RunEvent
     from weakincentives.runtime.run import Model, RunOptions
     from weakincentives.runtime.stream import RunStream
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
     from weakincentives.tool_result import ToolResult
 
 OutT = TypeVar("OutT")

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from weakincentives.budget import TokenPrice
-from weakincentives.logs import get_logger
+from weakincentives.core.budget import TokenPrice
+from weakincentives.core.logs import get_logger
 
 _logger = get_logger(__name__)
 

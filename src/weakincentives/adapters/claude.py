@@ -37,8 +37,11 @@ from weakincentives.adapters.claude_program import (
 )
 from weakincentives.adapters.media import IMAGES, PDF, MediaFilter, in_words, mcp_block
 from weakincentives.adapters.schema import json_object
-from weakincentives.budget import TokenPrice, TokenUsage
-from weakincentives.call import ToolCall, new_call_id
+from weakincentives.core.budget import TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall, new_call_id
+from weakincentives.core.logs import get_logger, without_secrets
+from weakincentives.core.media import Media
+from weakincentives.core.programs import find_program, missing_program, safe_path
 from weakincentives.errors import (
     BudgetExceededError,
     MissingExtra,
@@ -48,15 +51,12 @@ from weakincentives.errors import (
     ProviderThrottled,
     ProviderUnavailable,
 )
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
-from weakincentives.logs import get_logger, without_secrets
-from weakincentives.media import Media
-from weakincentives.programs import find_program, missing_program, safe_path
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 from weakincentives.runtime.window import read_result_tool
+from weakincentives.session.events import ToolInvoked
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from email.utils import parsedate_to_datetime
 from importlib import import_module
 from typing import Any, TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import without_secrets
 from weakincentives.errors import (
     ContextOverflow,
     MalformedResponse,
@@ -27,7 +28,6 @@ from weakincentives.errors import (
     ProviderThrottled,
     ProviderUnavailable,
 )
-from weakincentives.logs import without_secrets
 from weakincentives.retry import NETWORK, TIMEOUT
 
 T = TypeVar("T")

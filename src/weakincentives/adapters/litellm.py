@@ -17,7 +17,7 @@ from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.media import AUDIO, IMAGES, PDF
 from weakincentives.adapters.openai import RETURNED_FIELDS, ChatAdapter, PerLoop
 from weakincentives.adapters.schema import Forms, OutputForm, replace_lone_surrogates
-from weakincentives.budget import TokenPrice
+from weakincentives.core.budget import TokenPrice
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import ModelTurn
 

@@ -25,10 +25,10 @@ from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter, PerLoop
 from weakincentives.adapters.schema import Form, Forms, arguments_of, json_object
-from weakincentives.budget import TokenPrice
+from weakincentives.core.budget import TokenPrice
+from weakincentives.core.state import python, source_of
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.runtime.conversation import Message, ModelTurn
-from weakincentives.state import python, source_of
 
 _PROGRAM = source_of(__file__, "local_server.py")
 

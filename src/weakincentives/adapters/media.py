@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import quote
 
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
 from weakincentives.errors import ProviderError
-from weakincentives.logs import get_logger
-from weakincentives.media import Media
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 
 IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")

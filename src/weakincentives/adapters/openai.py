@@ -37,11 +37,11 @@ from weakincentives.adapters.schema import (
     arguments_of,
     replace_lone_surrogates,
 )
-from weakincentives.budget import TokenPrice, TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
 from weakincentives.errors import MissingExtra, ParseError, ProviderRejected
-from weakincentives.logs import get_logger
-from weakincentives.media import Media
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 
 if TYPE_CHECKING:

@@ -18,8 +18,10 @@ from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.scripted import stream_text
-from weakincentives.budget import TokenPrice, TokenUsage
-from weakincentives.call import ToolCall, current_view
+from weakincentives.core.budget import TokenPrice, TokenUsage
+from weakincentives.core.call import ToolCall, current_view
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
 from weakincentives.errors import (
     ContextOverflow,
     FilesystemError,
@@ -33,17 +35,15 @@ from weakincentives.errors import (
     ResourceError,
     SnapshotError,
 )
-from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.filesystem import Filesystem
-from weakincentives.logs import get_logger
-from weakincentives.media import Media
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.prompt.prompt import RenderedPrompt
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
 from weakincentives.runtime.run import Model
 from weakincentives.serde import dump, freeze, parse
-from weakincentives.session import Session
-from weakincentives.slices import EMPTY, Slice
+from weakincentives.session.events import PromptExecuted, ToolInvoked
+from weakincentives.session.session import Session
+from weakincentives.session.slices import EMPTY, Slice
 
 _logger = get_logger(__name__)
 

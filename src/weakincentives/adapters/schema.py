@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.prompt import Tool
 from weakincentives.prompt.structured_output import output_instructions, output_schema
 from weakincentives.runtime.conversation import ModelRequest

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
-from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import TokenUsage
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import MissingExtra, ParseError, ProviderError, ProviderRejected
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 from weakincentives.serde import parse

@@ -23,7 +23,6 @@ from weakincentives.adapters import (
     ToolEnded,
     ToolRolledBack,
 )
-from weakincentives.budget import BudgetTracker
 from weakincentives.cli.common import FOR_OTHERS, InUse, Misuse, open_branch, open_workspace, say
 from weakincentives.cli.config import Settings, save_rule
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
@@ -48,9 +47,11 @@ from weakincentives.cli.workbench import (
     open_workbench,
     prefers_branch,
 )
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.databases import known_databases
 from weakincentives.contrib.tools import Plan
+from weakincentives.core.budget import BudgetTracker
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.media import Content, Media
 from weakincentives.errors import (
     MergeConflict,
     SessionInUse,
@@ -61,7 +62,6 @@ from weakincentives.filesystem import Branch, HostFilesystem, drop_branch, prese
 from weakincentives.filesystem.diffs import diff_text
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.filesystem.store import location_of
-from weakincentives.media import Content, Media
 from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
 from weakincentives.runtime import (
     ApprovalDesk,

@@ -22,13 +22,13 @@ from weakincentives.cli.options import (
     complete_runs,
     run_argument,
 )
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import NoSuchRun
 
 if TYPE_CHECKING:
-    from weakincentives.durable.runs import Runs, WaitingApproval
     from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.approvals import PendingApproval
+    from weakincentives.runtime.stores.runs import Runs, WaitingApproval
 
 _WIDTH = 100
 """Columns of a request where there is no terminal."""

@@ -24,11 +24,11 @@ from weakincentives.cli.config import Settings
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import Outcome
 from weakincentives.contrib.tools import find_sandbox
+from weakincentives.core.state import python
+from weakincentives.core.text import counted
 from weakincentives.errors import SandboxUnavailable, WinkError
 from weakincentives.filesystem import Branch, branches_of
 from weakincentives.runtime import Attempt, BestOf, CommandJudge, best_of
-from weakincentives.state import python
-from weakincentives.text import counted
 
 _PATIENCE = 0.3
 """Seconds during which another signal does not stop it at once."""

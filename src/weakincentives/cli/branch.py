@@ -40,9 +40,9 @@ from weakincentives.cli.options import (
     complete_branches,
 )
 from weakincentives.cli.run import resume
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.text import counted, harmless
 from weakincentives.errors import FilesystemError, MergeConflict, WorkspaceLocked
-from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Branch, BranchInfo

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 from weakincentives.adapters import Adapter, MessageReceived, RunOptions
-from weakincentives.budget import BudgetTracker
 from weakincentives.cli.agent import AgentRun, Stop
 from weakincentives.cli.common import Misuse, echo, hint, say, shortened
 from weakincentives.cli.history import show_diff
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
 from weakincentives.cli.view import Outcome, open_view
 from weakincentives.contrib.tools import Plan
+from weakincentives.core.budget import BudgetTracker
+from weakincentives.core.state import state_directory
 from weakincentives.errors import SessionError, UndoRefused, WinkError
 from weakincentives.filesystem import Committed, HostFilesystem
 from weakincentives.runtime import Inbox, PromptExecuted, UserMessage
@@ -27,7 +28,6 @@ from weakincentives.runtime.conversation import last_conversation
 from weakincentives.runtime.forks import absolute
 from weakincentives.runtime.merge import rebased
 from weakincentives.runtime.saved import not_undone
-from weakincentives.state import state_directory
 
 _UNDONE = "\n\n(I have undone your changes to these files: "
 

@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from weakincentives.core.text import harmless
+from weakincentives.core.text import shortened as shortened
+from weakincentives.core.text import summary_of as summary_of
 from weakincentives.errors import FilesystemError, NoSuchBranch, SnapshotError, WorkspaceLocked
-from weakincentives.text import harmless
-from weakincentives.text import shortened as shortened
-from weakincentives.text import summary_of as summary_of
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Branch, HostFilesystem

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from weakincentives.cli.common import Misuse, hint
+from weakincentives.core.state import state_directory, state_path
 from weakincentives.errors import (
     MissingExtra,
     NoSuchRun,
     RunAlreadyEnded,
     StorageUnavailable,
 )
-from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
     from weakincentives.durable.objects import CollectableObjects
-    from weakincentives.durable.runs import Runs
     from weakincentives.runtime.stores.database import Database
+    from weakincentives.runtime.stores.runs import Runs
 
 SETTINGS = "settings.toml"
 """In the user's state directory, which agents cannot see."""
@@ -116,7 +116,7 @@ def open_database(given: str | None, *, must_exist: bool = False) -> Generator[D
 @contextmanager
 def open_runs(given: str | None, *, must_exist: bool = False) -> Generator[Runs]:
     """Yield the runs of a database; wrong names of runs become Misuse."""
-    from weakincentives.durable.runs import Runs
+    from weakincentives.runtime.stores.runs import Runs
 
     with open_database(given, must_exist=must_exist) as database:
         try:

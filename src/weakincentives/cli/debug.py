@@ -27,8 +27,8 @@ from weakincentives.cli.common import (
 from weakincentives.cli.database import is_named, open_runs
 from weakincentives.cli.options import AsJson, DatabaseUrl, Workspace, complete_runs, run_argument
 from weakincentives.cli.worker import where_to_look
+from weakincentives.core.text import counted, size_of
 from weakincentives.errors import QueryError
-from weakincentives.text import counted, size_of
 
 if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
@@ -67,10 +67,10 @@ def debug(
     Undo, fork and rerun there. With a database of runs, the page also shows the approvals that
     wait there.
     """
+    from weakincentives.core.programs import open_link
     from weakincentives.debugger import serve
     from weakincentives.debugger.links import running
     from weakincentives.debugger.server import Actions
-    from weakincentives.programs import open_link
 
     directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id

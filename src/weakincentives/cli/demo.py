@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 import typer
 
 from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
+from weakincentives.core.text import counted
 from weakincentives.errors import SandboxUnavailable
-from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import CallEnded, Event

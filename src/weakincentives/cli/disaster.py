@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weakincentives.cli.common import Misuse, echo
-from weakincentives.programs import find_program, missing_program, safe_environment
-from weakincentives.text import counted
+from weakincentives.core.programs import find_program, missing_program, safe_environment
+from weakincentives.core.text import counted
 
 COMMAND = "git checkout -- . && git clean -fdxq"
 """What the agent runs: to have a clean start, as it says."""

@@ -17,6 +17,9 @@ import typer
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, existing_directory, say
 from weakincentives.cli.models import PROVIDERS, problem_with_file
 from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.core.programs import find_program, missing_program
+from weakincentives.core.state import state_directory
+from weakincentives.core.text import counted, harmless
 from weakincentives.errors import (
     SandboxUnavailable,
     SnapshotError,
@@ -24,9 +27,6 @@ from weakincentives.errors import (
     StoreRefused,
     install_command,
 )
-from weakincentives.programs import find_program, missing_program
-from weakincentives.state import state_directory
-from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
@@ -479,7 +479,7 @@ def was_killed(workspace: Path) -> bool:
 
 
 def _is_locked(lock: Path) -> bool:
-    from weakincentives import locks
+    from weakincentives.core import locks
 
     if sys.platform != "linux":
         return False  # asking would take the lock for a moment

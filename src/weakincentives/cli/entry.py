@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         installed = library, f"{library}/lib-dynload", *site.getsitepackages()
         sys.path.sort(key=lambda each: each not in installed)
         if any(os.path.isdir(each) for each in sys.path if each not in installed):
-            from weakincentives.programs import drop_planted_modules
+            from weakincentives.core.programs import drop_planted_modules
 
             drop_planted_modules()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -192,7 +192,7 @@ def _help_of(error: typer.TyperException) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    from weakincentives.text import harmless
+    from weakincentives.core.text import harmless
 
     sys.stderr.write(f"wink: {harmless(message)}\n")
     sys.exit(code)

@@ -24,10 +24,10 @@ from weakincentives.cli.common import (
     say,
     shortened,
 )
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.state import WITHHELD
+from weakincentives.core.text import harmless
 from weakincentives.errors import CommandFailed, WinkError
-from weakincentives.state import WITHHELD
-from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.coding_agents import CodingAgent
@@ -151,7 +151,7 @@ def _prompt(
 
 def _run(program: _Program, settings: Settings | None, run: SavedSession, words: list[str]) -> int:
     """Run the program as a call, or as one call for each checkpoint; return the exit code."""
-    from weakincentives.call import ToolCall
+    from weakincentives.core.call import ToolCall
     from weakincentives.integrations.bridge import own_tool
     from weakincentives.runtime import execute_tool
 
@@ -353,7 +353,7 @@ class _Program:
 
     def _keep(self, steps: Sequence[Step]) -> None:
         """Keep changes that are rolled back on a branch; the program's failure is what counts."""
-        from weakincentives.call import ToolCall
+        from weakincentives.core.call import ToolCall
         from weakincentives.runtime.calls import ROLLED_BACK
 
         about = {ROLLED_BACK: SYSTEM_CLOCK.time()}

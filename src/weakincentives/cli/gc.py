@@ -19,7 +19,7 @@ from weakincentives.cli.common import (
     say,
 )
 from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.text import counted, harmless
+from weakincentives.core.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import Limits, Pruned

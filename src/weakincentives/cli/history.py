@@ -39,6 +39,7 @@ from weakincentives.cli.options import (
     run_argument,
 )
 from weakincentives.cli.worker import where_to_look
+from weakincentives.core.text import counted, harmless
 from weakincentives.errors import (
     FilesystemError,
     RowUndoRefused,
@@ -46,7 +47,6 @@ from weakincentives.errors import (
     UndoRefused,
     WorkspaceLocked,
 )
-from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import CallChanges, Committed, FileChange, HostFilesystem

@@ -16,16 +16,16 @@ from weakincentives.cli.models import open_model, tracker_of
 from weakincentives.cli.workbench import check_fits_branch, load_types, open_workbench
 from weakincentives.cli.worker import Fetch
 from weakincentives.contrib.tools.suite import load_types as load_own_types
+from weakincentives.core.logs import get_logger
 from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run
 from weakincentives.durable.performer import Prepared
-from weakincentives.durable.runs import DurableRun, Runs, Status
 from weakincentives.errors import WinkError
 from weakincentives.filesystem import HostFilesystem, branches_of, drop_branch
 from weakincentives.filesystem.transfer import ObjectStorage
-from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval
 from weakincentives.runtime import Session
 from weakincentives.runtime.stores.database import Database
+from weakincentives.runtime.stores.runs import DurableRun, Runs, Status
 
 _logger = get_logger(__name__)
 

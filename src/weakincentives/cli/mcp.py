@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt import Section
     from weakincentives.prompt.approval import Ask
     from weakincentives.runtime import SavedSession
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 
 @examples(
@@ -195,7 +195,7 @@ def _server(
     from weakincentives.filesystem.store import location_of
     from weakincentives.mcp import McpServer
     from weakincentives.runtime.calls import begin_run
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
     about: dict[str, object] = {
         "kind": "mcp",

@@ -21,7 +21,7 @@ from weakincentives.cli.settings_files import (
     with_member,
     without_member,
 )
-from weakincentives.programs import find_program
+from weakincentives.core.programs import find_program
 
 _NAME = "wink"
 

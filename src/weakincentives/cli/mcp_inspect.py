@@ -12,8 +12,8 @@ import typer
 
 from weakincentives.cli.common import Misuse, echo, examples, hint, table
 from weakincentives.cli.options import AsJson
+from weakincentives.core.text import harmless, visible
 from weakincentives.errors import ToolDefinitionError
-from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     from weakincentives.mcp import HttpServer, McpToolsSection, StdioServer

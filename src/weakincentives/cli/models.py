@@ -15,8 +15,8 @@ from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavai
 
 if TYPE_CHECKING:
     from weakincentives.adapters import Adapter, LocalModel
-    from weakincentives.budget import Budget, BudgetTracker, TokenPrice
     from weakincentives.cli.config import Settings
+    from weakincentives.core.budget import Budget, BudgetTracker, TokenPrice
     from weakincentives.runtime import Session
 
 _CLAUDE_KEYS = (
@@ -126,7 +126,7 @@ def has_own_tools(name: str | None) -> bool:
 
 def budget_of(settings: Settings, adapter: Adapter) -> Budget | None:
     """Return the limits of a run; raise Misuse if a limit in money could not be checked."""
-    from weakincentives.budget import Budget
+    from weakincentives.core.budget import Budget
 
     if settings.max_tokens is None and settings.max_cost is None:
         return None
@@ -142,7 +142,7 @@ def budget_of(settings: Settings, adapter: Adapter) -> Budget | None:
 def tracker_of(settings: Settings, adapter: Adapter, session: Session) -> BudgetTracker | None:
     """Return what checks the limits. Money counts from the start of the run, resumed or not."""
     from weakincentives.adapters import ContextCompacted, Message
-    from weakincentives.budget import BudgetTracker
+    from weakincentives.core.budget import BudgetTracker
 
     budget = budget_of(settings, adapter)
     if budget is None:
@@ -159,7 +159,7 @@ def price_of(settings: Settings, adapter: Adapter) -> TokenPrice | None:
 
     In this order: the file of a directory must not make a model look cheap.
     """
-    from weakincentives.budget import TokenPrice
+    from weakincentives.core.budget import TokenPrice
 
     known = adapter.price()
     if known is not None or settings.price is None:

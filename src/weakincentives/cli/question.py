@@ -20,12 +20,17 @@ from typing import TextIO
 
 from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, say, shortened
 from weakincentives.cli.view import View, is_utf8
+from weakincentives.core.programs import (
+    find_program,
+    missing_program,
+    safe_environment,
+    script_in_reach,
+)
+from weakincentives.core.text import harmless, visible
 from weakincentives.errors import FilesystemError, InvalidArguments, ToolValidationError
-from weakincentives.programs import find_program, missing_program, safe_environment, script_in_reach
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
 from weakincentives.runtime.approvals import POLL, ApprovalDesk
 from weakincentives.runtime.approvals import Question as Published
-from weakincentives.text import harmless, visible
 
 
 class Approver:

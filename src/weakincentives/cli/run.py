@@ -29,7 +29,7 @@ from weakincentives.cli.options import (
 from weakincentives.errors import SessionError, SnapshotError
 
 if TYPE_CHECKING:
-    from weakincentives.media import Media
+    from weakincentives.core.media import Media
     from weakincentives.runtime.calls import Run
 
 KIND = "run"
@@ -155,7 +155,7 @@ def _listed(text: str | None) -> list[str]:
 
 
 def _attached(paths: list[Path] | None) -> Sequence[Media]:
-    from weakincentives.media import Media
+    from weakincentives.core.media import Media
 
     try:
         return [Media.from_file(path) for path in paths or ()]

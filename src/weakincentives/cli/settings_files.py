@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.cli.common import Misuse, echo
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from weakincentives.cli.common import Misuse, echo, examples
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.text import counted
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.text import counted
 
 if TYPE_CHECKING:
     from typer.core import TyperGroup

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weakincentives.cli.common import echo, existing_directory, shortened, table
-from weakincentives.text import counted, harmless
+from weakincentives.core.text import counted, harmless
 
 if TYPE_CHECKING:
     from weakincentives.runtime.calls import Calls

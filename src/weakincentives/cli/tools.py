@@ -12,8 +12,8 @@ import typer
 
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, examples, find_run, hint
 from weakincentives.cli.options import AsJson, Policy, RunOption, Workspace, Yes, complete_tools
+from weakincentives.core.text import harmless
 from weakincentives.errors import InvalidArguments, SnapshotError
-from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings

@@ -22,8 +22,8 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
-from weakincentives.state import Seals, module_path, our_code, our_environment, state_directory
-from weakincentives.text import harmless
+from weakincentives.core.state import Seals, module_path, our_code, our_environment, state_directory
+from weakincentives.core.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings

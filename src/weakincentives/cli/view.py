@@ -18,13 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
-from weakincentives.budget import TokenPrice
-from weakincentives.call import ToolCall
 from weakincentives.cli.common import diff_style, shortened, summary_of
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools import Plan
 from weakincentives.contrib.tools.planning import PlanStep
-from weakincentives.locks import undisturbed
+from weakincentives.core.budget import TokenPrice
+from weakincentives.core.call import ToolCall
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.locks import defer_interrupts
+from weakincentives.core.text import counted, harmless
 from weakincentives.runtime import ToolInvoked
 from weakincentives.runtime.conversation import (
     ContextCompacted,
@@ -39,7 +40,6 @@ from weakincentives.runtime.conversation import (
     TurnEnded,
     TurnStarted,
 )
-from weakincentives.text import counted, harmless
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -441,7 +441,7 @@ class LiveView(View):
         from rich.live import Live
 
         # Ctrl-C in between would leave the terminal without its echo.
-        with undisturbed(), self._switching:
+        with defer_interrupts(), self._switching:
             # A question was still open when the run ended, or when the next one began.
             if self._is_closed or self._live is not None:
                 return

@@ -52,7 +52,8 @@ from weakincentives.cli.options import (
     Yes,
 )
 from weakincentives.cli.run import text_of
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.text import counted
 from weakincentives.errors import (
     AlreadyExists,
     FilesystemError,
@@ -62,14 +63,13 @@ from weakincentives.errors import (
     ObjectMissing,
     WorkspaceLocked,
 )
-from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
-    from weakincentives.durable.runs import DurableRun, Runs, Status
     from weakincentives.filesystem.transfer import ObjectStorage
     from weakincentives.runtime.calls import Run
     from weakincentives.runtime.stores.database import Database
+    from weakincentives.runtime.stores.runs import DurableRun, Runs, Status
     from weakincentives.runtime.stores.saves import SavedSessionData
 
 
@@ -374,7 +374,7 @@ def ps(
     as_json: AsJson = False,
 ) -> None:
     """List queued, running and waiting runs."""
-    from weakincentives.durable.runs import UNFINISHED
+    from weakincentives.runtime.stores.runs import UNFINISHED
 
     with open_runs(database, must_exist=True) as runs:
         found = runs.list(status=None if everything else UNFINISHED)

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.databases import known_databases
 from weakincentives.contrib.tools.suite import load_types
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.state import python
+from weakincentives.core.text import harmless
 from weakincentives.debugger.contents import change_json, change_kind
 from weakincentives.debugger.records import Json, NotFound
-from weakincentives.durable.runs import Runs, WaitingApproval
 from weakincentives.errors import DatabaseUnavailable, ParseError, WinkError
 from weakincentives.filesystem import FileChange
 from weakincentives.filesystem.diffs import Detail
@@ -32,6 +33,7 @@ from weakincentives.runtime.calls import Call, Calls, Run, runs_of
 from weakincentives.runtime.forks import Change, Fork, fork_call, rerun_call
 from weakincentives.runtime.rewind import Parts, rewind_run
 from weakincentives.runtime.saved import SavedSession
+from weakincentives.runtime.stores.runs import Runs, WaitingApproval
 from weakincentives.runtime.undo import (
     Preview,
     calls_to_undo,
@@ -42,8 +44,6 @@ from weakincentives.runtime.undo import (
     undoes_rewind,
 )
 from weakincentives.serde import parse
-from weakincentives.state import python
-from weakincentives.text import harmless
 
 T = TypeVar("T")
 

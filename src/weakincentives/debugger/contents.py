@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from weakincentives.core.text import size_of
 from weakincentives.debugger.records import Json
 from weakincentives.errors import WinkError
 from weakincentives.filesystem.diffs import (
@@ -28,7 +29,6 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import checked_parts
 from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.versions import BranchVersions, CommitSteps, FileStep, Versions
-from weakincentives.text import size_of
 
 MAX_TEXT = 2 << 20
 """Bytes; the text of a larger file is not shown."""

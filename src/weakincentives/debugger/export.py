@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from urllib.parse import quote
 
+from weakincentives.core.logs import Redaction
+from weakincentives.core.text import counted, size_of
 from weakincentives.debugger.contents import to_json
 from weakincentives.debugger.views import Views
 from weakincentives.errors import ExportRefused
 from weakincentives.filesystem.diffs import lines_of
-from weakincentives.logs import Redaction
 from weakincentives.runtime.calls import Run
-from weakincentives.text import counted, size_of
 
 STATIC = Path(__file__).parent / "static"
 MAX_SIZE = 20_000_000
@@ -283,8 +283,8 @@ def export_run(
 ) -> Exported:
     """Write the page of a run with all its data to one file, which opens from disk.
 
-    Secrets are replaced by the rules of ``weakincentives.logs``. The file appears complete, or not
-    at all. Takes no lock: an agent may be running.
+    Secrets are replaced by the rules of ``weakincentives.core.logs``. The file appears complete, or
+    not at all. Takes no lock: an agent may be running.
 
     Args:
         max_size: Bytes of the file. Beyond it, unchanged files are left out first, then versions

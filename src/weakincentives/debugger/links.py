@@ -14,8 +14,8 @@ from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlencode
 
-from weakincentives.locks import OWN_FILE, is_taken, take
-from weakincentives.state import SEAL_SIZE, Seals, no_links, state_directory
+from weakincentives.core.locks import OWN_FILE, is_taken, take
+from weakincentives.core.state import SEAL_SIZE, Seals, no_links, state_directory
 
 
 class Links:

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.debugger.contents import change_kind
 from weakincentives.errors import QueryError, SnapshotError
 from weakincentives.runtime.at import outermost

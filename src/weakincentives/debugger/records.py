@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from weakincentives.budget import NO_TOKENS, TokenUsage
-from weakincentives.collector import no_collection
-from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
+from weakincentives.core.budget import NO_TOKENS, TokenUsage
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.text import summary_of
 from weakincentives.filesystem.versions import CommitSteps, Versions
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.runtime.at import outermost
@@ -28,8 +28,8 @@ from weakincentives.runtime.rewind import REWIND
 from weakincentives.runtime.stores.logs import SavePlace
 from weakincentives.runtime.stores.saves import SavedSessionData, Saves
 from weakincentives.serde.exact import current_name, plain
-from weakincentives.session import type_name
-from weakincentives.text import summary_of
+from weakincentives.session.events import PromptExecuted, PromptRendered, ToolInvoked
+from weakincentives.session.session import type_name
 
 _RECORDS, _MESSAGES, _PROMPTS = map(type_name, (ToolInvoked, Message, PromptRendered))
 _COMPACTIONS, _ENDS = type_name(ContextCompacted), type_name(PromptExecuted)

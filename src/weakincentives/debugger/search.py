@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.debugger.contents import World, text_of, wire_path
 from weakincentives.debugger.records import Json, RunCalls
 from weakincentives.debugger.views import Views

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-from weakincentives.collector import no_collection
+from weakincentives.core.gc_pause import no_collection
 from weakincentives.debugger.contents import to_json
 from weakincentives.debugger.links import Links, announced
 from weakincentives.debugger.records import Json, NotFound
@@ -46,14 +46,14 @@ try:
     )
     from starlette.routing import Route
 
-    from weakincentives.serving import LOOPBACK, foreign, listen, serve_app
+    from weakincentives.core.serving import LOOPBACK, foreign, listen, serve_app
 except ImportError as error:
     raise MissingExtra("debug", "starlette") from error
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
-    from weakincentives.durable.runs import Runs
+    from weakincentives.runtime.stores.runs import Runs
 
 Action = Callable[[Path, str, Json], Json]
 """Does what the page asks for: gets the workspace, the id of a run or an approval, and the body.

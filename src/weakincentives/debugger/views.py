@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.adapters.catalog import known_price
-from weakincentives.budget import TokenPrice, TokenUsage
+from weakincentives.core.budget import TokenPrice, TokenUsage
 from weakincentives.debugger.contents import (
     Contents,
     VersionSteps,
@@ -44,7 +44,6 @@ from weakincentives.debugger.records import (
     TurnNotes,
 )
 from weakincentives.errors import WinkError
-from weakincentives.events import EDITED
 from weakincentives.filesystem import BranchInfo, WorkspaceHistory, branches_of
 from weakincentives.filesystem.store import location_of
 from weakincentives.filesystem.versions import (
@@ -57,6 +56,7 @@ from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Commits, Run, rendered_result, run_file, runs_of
 from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde.exact import plain
+from weakincentives.session.events import EDITED
 
 _MAX_PATHS = 50_000
 _MAX_COMPARED = 2_000

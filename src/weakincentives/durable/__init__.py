@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from weakincentives.durable.requests import serve as serve
     from weakincentives.durable.requests import serving as serving
     from weakincentives.durable.requests import submit_request as submit_request
-    from weakincentives.durable.runs import DurableRun as DurableRun
-    from weakincentives.durable.runs import KnownWorker as KnownWorker
-    from weakincentives.durable.runs import Runs as Runs
-    from weakincentives.durable.runs import WaitingApproval as WaitingApproval
     from weakincentives.durable.steps import Call as Call
     from weakincentives.durable.steps import CallResult as CallResult
     from weakincentives.durable.steps import Finish as Finish
@@ -44,3 +40,7 @@ if TYPE_CHECKING:
     from weakincentives.durable.steps import WholeRun as WholeRun
     from weakincentives.durable.steps import drive as drive
     from weakincentives.durable.steps import drive_whole as drive_whole
+    from weakincentives.runtime.stores.runs import DurableRun as DurableRun
+    from weakincentives.runtime.stores.runs import KnownWorker as KnownWorker
+    from weakincentives.runtime.stores.runs import Runs as Runs
+    from weakincentives.runtime.stores.runs import WaitingApproval as WaitingApproval

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from weakincentives.durable.host import EMPTY, LOCAL, BranchLines, base_of_run
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem.portable import Base, line_keys, stored_keys
 from weakincentives.filesystem.transfer import ObjectStorage
 from weakincentives.runtime.stores.database import Transaction
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.runtime.stores.saves import SavedSessionData
 from weakincentives.runtime.stores.sql import SqlStore
 

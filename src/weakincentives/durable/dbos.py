@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weakincentives.call import new_id
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.call import new_id
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
 from weakincentives.durable.host import Elsewhere, Hosting, Opening, Prepare, RunHost
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import (
     Step,
     StepResult,
@@ -33,8 +33,8 @@ from weakincentives.durable.steps import (
     to_json,
 )
 from weakincentives.errors import DatabaseUnavailable, MissingExtra, WinkError
-from weakincentives.logs import get_logger
 from weakincentives.runtime.main_loop import sigterm_calls
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.runtime.stores.sql import SqlStore
 from weakincentives.runtime.tool_call import step_by_hand
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weakincentives.core.logs import get_logger
 from weakincentives.durable.performer import NOT_OF_THE_RUN, Prepared, SessionSteps, in_words
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import (
     Call,
     Ended,
@@ -33,7 +33,6 @@ from weakincentives.errors import (
     SnapshotError,
     WinkError,
 )
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
 from weakincentives.filesystem.branch_log import make_store, point_now
 from weakincentives.filesystem.portable import (
@@ -44,12 +43,13 @@ from weakincentives.filesystem.portable import (
     unpack_branch,
 )
 from weakincentives.filesystem.store import location_of
-from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime import OutcomeLedger, SavedSession
 from weakincentives.runtime.merge import MERGE, merge_branch, rebased
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.runtime.stores.sql import SqlStore
-from weakincentives.session import Session
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Session
 
 _logger = get_logger(__name__)
 

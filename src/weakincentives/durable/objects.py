@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import MissingExtra, ObjectMissing, StorageUnavailable
 from weakincentives.filesystem.transfer import ObjectStorage
 from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables

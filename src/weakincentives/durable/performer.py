@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.logs import get_logger
 from weakincentives.durable.steps import (
     Call,
     CallResult,
@@ -32,16 +33,15 @@ from weakincentives.errors import (
     WinkError,
     WorkspaceLocked,
 )
-from weakincentives.events import PromptExecuted
-from weakincentives.logs import get_logger
 from weakincentives.runtime.conversation import Message, ModelTurn, PromptResponse
 from weakincentives.runtime.run import Run, RunOptions
 from weakincentives.runtime.tool_call import step_by_hand
-from weakincentives.session import Session
+from weakincentives.session.events import PromptExecuted
+from weakincentives.session.session import Session
 
 if TYPE_CHECKING:
     from weakincentives.adapters.base import Adapter
-    from weakincentives.media import Content
+    from weakincentives.core.media import Content
     from weakincentives.prompt.approval import Approval, ApprovalRequest
     from weakincentives.prompt.prompt import Prompt
 

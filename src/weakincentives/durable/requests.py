@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.adapters.base import Adapter
-from weakincentives.call import RunContext
+from weakincentives.core.call import RunContext
 from weakincentives.durable.dbos import DbosEngine, Worker
 from weakincentives.durable.host import EMPTY, Opening
 from weakincentives.durable.performer import Prepared
-from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.errors import WinkError
 from weakincentives.prompt.structured_output import parse_structured_output
+from weakincentives.runtime.stores.runs import DurableRun, Runs
 from weakincentives.serde import freeze, thaw
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.portable import ObjectStorage
     from weakincentives.runtime.main_loop import MainLoop
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 T = TypeVar("T")
 

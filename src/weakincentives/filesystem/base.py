@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
-from weakincentives.call import current_view
+from weakincentives.core.call import current_view
 from weakincentives.errors import (
     AlreadyExists,
     FilesystemError,
@@ -48,7 +48,7 @@ from weakincentives.filesystem.patterns import (
     compile_regex,
     matching_lines,
 )
-from weakincentives.participant import Participant
+from weakincentives.session.participant import Participant
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weakincentives import locks
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core import locks
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.state import no_links
 from weakincentives.errors import HistoryDamaged, NoSuchBranch, WorkspaceLocked
 from weakincentives.filesystem.diffs import (
     Detail,
@@ -48,7 +49,6 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.filesystem.tree import Held, Tree
 from weakincentives.filesystem.undo import CallChanges
-from weakincentives.state import no_links
 
 _VERSION = 1
 _SEALS = "branch"

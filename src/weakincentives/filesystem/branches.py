@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weakincentives.call import ToolCall, call_under_way
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.call import ToolCall, call_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.text import letters
 from weakincentives.errors import (
     FilesystemError,
     SnapshotExpired,
@@ -65,7 +66,6 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.filesystem.tree import Held, remove_tree, xattrs_of
 from weakincentives.filesystem.workspace import Place, Workspace
-from weakincentives.text import letters
 
 R = TypeVar("R")
 

@@ -14,10 +14,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from weakincentives.call import transaction_under_way
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
 from weakincentives.filesystem.paths import shown
-from weakincentives.logs import get_logger
 
 _logger = get_logger(__name__)
 

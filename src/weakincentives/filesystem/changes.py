@@ -14,7 +14,8 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Unpack
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.state import is_our_code
 from weakincentives.errors import FilesystemError, MergeConflict, SnapshotExpired
 from weakincentives.filesystem.entry import (
     Attributes,
@@ -58,7 +59,6 @@ from weakincentives.filesystem.tree import (
     write_all,
     xattrs_of,
 )
-from weakincentives.state import is_our_code
 
 logger = logging.getLogger("weakincentives.filesystem")
 

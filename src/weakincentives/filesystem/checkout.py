@@ -14,9 +14,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from weakincentives.core.programs import (
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_environment,
+)
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.paths import shown
-from weakincentives.programs import find_program, missing_program, reach_of_agents, safe_environment
 
 _SHA = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _PATIENCE = 3600.0

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.locks import defer_interrupts
 from weakincentives.errors import CommandFailed, FilesystemError
 from weakincentives.filesystem.overlay import (
     LIFELINE,
@@ -33,7 +34,6 @@ from weakincentives.filesystem.overlay import (
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import remove_tree
-from weakincentives.locks import undisturbed
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -293,7 +293,7 @@ class Commands:
 
     def end(self, overlay: Overlay) -> None:
         """Let the workspace change again; its layers are emptied in the background."""
-        with undisturbed():
+        with defer_interrupts():
             self._count("overlay", -1)
             try:
                 emptied = self._sweeper.submit(self._put_back, overlay)
@@ -321,7 +321,7 @@ class Commands:
         """
         way = find_way(workspace, self._store)
         with contextlib.ExitStack() as at_end, store.running() as lock:
-            with undisturbed():
+            with defer_interrupts():
                 if isinstance(way, str):
                     process = _start_attached(command, lock)
                 else:
@@ -347,7 +347,7 @@ class Commands:
         try:
             yield
         finally:
-            with undisturbed():
+            with defer_interrupts():
                 self._count("scan", -1)
 
     def wait(self, engine: Engine = "overlay") -> None:
@@ -463,7 +463,7 @@ def _run(
 
     with contextlib.ExitStack() as at_end:
         # An interrupt waits until the process to kill is known.
-        with undisturbed():
+        with defer_interrupts():
             try:
                 if command.start is None:
                     process = start()

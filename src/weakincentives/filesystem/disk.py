@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from weakincentives.call import ToolCall, call_under_way, current_view
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.call import ToolCall, call_under_way, current_view
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.gate import Gate, Lease
+from weakincentives.core.locks import defer_interrupts
 from weakincentives.errors import (
     FilesystemError,
     MergeConflict,
@@ -69,8 +71,6 @@ from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
 from weakincentives.filesystem.tree import Near, Tree, supported
 from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Reading, Workspace
-from weakincentives.gate import Gate, Lease
-from weakincentives.locks import undisturbed
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.branches import Branch
@@ -305,7 +305,7 @@ class HostFilesystem(OnDisk):
 
     def _change(self, do: Callable[[], R], operation: str) -> R:
         workspace = self._workspace
-        with workspace.turn(), workspace.lock, self._lock, undisturbed():
+        with workspace.turn(), workspace.lock, self._lock, defer_interrupts():
             self.check_writable(operation)
             return do() if operation == "restore" else self._atomically(do)
 
@@ -805,7 +805,7 @@ class _View(HostFilesystem):
         self.call = call_under_way() or parent.call
 
     def _change(self, do: Callable[[], R], operation: str) -> R:
-        with self._lock, undisturbed():
+        with self._lock, defer_interrupts():
             self.check_writable(operation)
             return self._step(do)
 
@@ -897,7 +897,7 @@ class _View(HostFilesystem):
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_sealed():
-                # Not undisturbed: it may take long, and undoes itself when it is interrupted.
+                # Interrupts pass: it may take long, and undoes itself when it is interrupted.
                 with self._lock:
                     self.check_writable("run")
                     self._check_meanwhile(steps, began_ns)

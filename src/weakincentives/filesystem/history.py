@@ -21,9 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from weakincentives.call import ToolCall
-from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.collector import no_collection
+from weakincentives.core.call import ToolCall
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.gate import ProcessLock
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.state import SEAL_SIZE, Seals, no_links
 from weakincentives.errors import (
     ContentDamaged,
     HistoryDamaged,
@@ -71,8 +73,6 @@ from weakincentives.filesystem.store import (
     write_whole,
 )
 from weakincentives.filesystem.tree import Held, Tree, remove_tree, write_all
-from weakincentives.gate import ProcessLock
-from weakincentives.state import SEAL_SIZE, Seals, no_links
 
 logger = logging.getLogger("weakincentives.filesystem")
 

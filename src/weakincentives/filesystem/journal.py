@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from weakincentives.core.state import Seals, no_links
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
 from weakincentives.serde.exact import json_of
-from weakincentives.state import Seals, no_links
 
 JOURNAL = "journal"
 """The kind under which records are sealed; each seal also covers the record's offset."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from rpds import HashTrieMap, HashTrieSet
 
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
 from weakincentives.filesystem.base import Filesystem, Reads, reading
 from weakincentives.filesystem.paths import (
     DEFAULT_ROOT,

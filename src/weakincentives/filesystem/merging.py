@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.programs import SYSTEM_PATH, find_program
 from weakincentives.errors import MergeConflict
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import FileChange, file_changes
@@ -25,7 +26,6 @@ from weakincentives.filesystem.staging import Step
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.swap import Seen
 from weakincentives.filesystem.tree import write_all
-from weakincentives.programs import SYSTEM_PATH, find_program
 
 Prefer = Literal["branch", "workspace"]
 """Whose version of a conflicting path is taken."""

@@ -26,6 +26,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
+from weakincentives.core.programs import SYSTEM_PATH, find_program, missing_program
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.entry import Attributes, Entry, capture, copy_exactly
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
@@ -45,7 +46,6 @@ from weakincentives.filesystem.tree import (
     wait_until,
     xattrs_of,
 )
-from weakincentives.programs import SYSTEM_PATH, find_program, missing_program
 
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.
 # Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weakincentives.core.state import Seals
 from weakincentives.filesystem.entry import Entry, copy_content, kind_of, new_file
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.tree import read_all, write_all
-from weakincentives.state import Seals
 
 LARGE = 256 << 10
 """Files from this size on are copied to separate files."""

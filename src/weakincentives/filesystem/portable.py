@@ -23,6 +23,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
+from weakincentives.core.state import no_links
 from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged, WinkError
 from weakincentives.filesystem.branch_log import (
     BranchCommit,
@@ -79,7 +80,6 @@ from weakincentives.filesystem.tree import (
     without_privileges,
     xattrs_of,
 )
-from weakincentives.state import no_links
 
 __all__ = [
     "Base",

@@ -9,14 +9,14 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.gate import ProcessLock
+from weakincentives.core.state import forget_store, workspace_stores
 from weakincentives.errors import StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.history import History, Past, Uses
 from weakincentives.filesystem.scan import External, last_scan
 from weakincentives.filesystem.store import Limits, Note, Objects, open_store
 from weakincentives.filesystem.tree import Held, files_below, remove_path, remove_tree
-from weakincentives.gate import ProcessLock
-from weakincentives.state import forget_store, workspace_stores
 
 logger = logging.getLogger("weakincentives.filesystem")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weakincentives.filesystem.store import Note, Objects, write_whole
 
 if TYPE_CHECKING:
-    from weakincentives.state import Seals
+    from weakincentives.core.state import Seals
 
 _KIND = "redo"
 _INLINE = 32 << 10

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from pathlib import Path
 
+from weakincentives.core.state import module_places, our_code, our_environment, our_secrets
 from weakincentives.errors import ProtectedPath
 from weakincentives.filesystem.layers import Disk, Layer, Look, Node, node_at, walk, walk_kinds
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
-from weakincentives.state import module_places, our_code, our_environment, our_secrets
 
 # In a git directory: hooks and settings, or where git finds them.
 _CODE = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})

@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.collector import no_collection
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.state import no_links
 from weakincentives.filesystem.base import Look
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
@@ -29,7 +30,6 @@ from weakincentives.filesystem.paths import BARRED, Parts, outermost
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Source, Store, write_whole
 from weakincentives.filesystem.tree import Tree, remove_tree, xattrs_of
-from weakincentives.state import no_links
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.changes import Changes

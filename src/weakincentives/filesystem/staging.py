@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Unpack, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.base import Reads
 from weakincentives.filesystem.entry import Attributes, apply_entry, create
 from weakincentives.filesystem.layers import (

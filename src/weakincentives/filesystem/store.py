@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from weakincentives import locks
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core import locks
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.gate import ProcessLock
+from weakincentives.core.state import Seals, claim_store, state_directory, workspace_store
 from weakincentives.errors import ContentDamaged, FilesystemError, StoreRefused
 from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of, new_file
 from weakincentives.filesystem.paths import Parts
@@ -34,8 +36,6 @@ from weakincentives.filesystem.tree import (
     without_default_acl,
     write_all,
 )
-from weakincentives.gate import ProcessLock
-from weakincentives.state import Seals, claim_store, state_directory, workspace_store
 
 logger = logging.getLogger("weakincentives.filesystem")
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.paths import BARRED, NodeKind, Parts, not_regular, resolve
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weakincentives.collector import no_collection
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.state import Seals
 from weakincentives.errors import ContentDamaged, FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.conflicts import (
@@ -60,7 +61,6 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.states import DirectoryAt, FilesAt, before_call
 from weakincentives.filesystem.store import Limits, Note, store_of
 from weakincentives.filesystem.tree import Tree, write_all
-from weakincentives.state import Seals
 
 # Looking
 

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weakincentives.collector import no_collection
+from weakincentives.core.gc_pause import no_collection
 from weakincentives.errors import HistoryDamaged
 from weakincentives.filesystem.branch_log import BranchHistory, BranchInfo, changed_between
 from weakincentives.filesystem.diffs import changed_nodes

@@ -13,8 +13,11 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weakincentives.call import ToolCall
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.call import ToolCall
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.gate import Gate, Lease
+from weakincentives.core.programs import agents_can_write
+from weakincentives.core.state import workspace_store
 from weakincentives.errors import FilesystemError, MergeConflict, ProtectedPath, ViewClosed
 from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
@@ -38,9 +41,6 @@ from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External, Noted
 from weakincentives.filesystem.store import DirectoryLock, Limits, Store
 from weakincentives.filesystem.tree import Tree
-from weakincentives.gate import Gate, Lease
-from weakincentives.programs import agents_can_write
-from weakincentives.state import workspace_store
 
 logger = logging.getLogger("weakincentives.filesystem")
 

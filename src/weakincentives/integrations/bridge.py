@@ -18,13 +18,12 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from weakincentives.call import transaction_under_way
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.databases import known_databases
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.loops import run_blocking
 from weakincentives.errors import ToolDefinitionError, WinkError
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.loops import run_blocking
 from weakincentives.prompt.approval import ApprovalAsked
 from weakincentives.prompt.policies import (
     RUNTIME_TOOLS,
@@ -43,7 +42,8 @@ from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.runtime.window import read_result_tool
-from weakincentives.session import Session
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:

@@ -31,13 +31,13 @@ from weakincentives.adapters.claude_program import (
     with_path,
     without_path,
 )
+from weakincentives.adapters.mcp_output import output_of
 from weakincentives.adapters.media import IMAGES, mcp_block
-from weakincentives.clock import since_boot
+from weakincentives.core.clock import since_boot
+from weakincentives.core.logs import get_logger
+from weakincentives.core.loops import run_blocking
 from weakincentives.errors import ApprovalNeeded, MissingExtra, PolicyDenied, Suspended
 from weakincentives.integrations.bridge import MAX_SHOWN, AnyTool, Bridge, adopted
-from weakincentives.logs import get_logger
-from weakincentives.loops import run_blocking
-from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy

@@ -12,7 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, Self, Unpack, cast
 
-from weakincentives.call import new_id
+from weakincentives.core.call import new_id
+from weakincentives.core.logs import get_logger
+from weakincentives.core.loops import in_thread
 from weakincentives.errors import (
     ApprovalNeeded,
     InvalidArguments,
@@ -33,8 +35,6 @@ from weakincentives.integrations.bridge import (
     Workspace,
     adopted,
 )
-from weakincentives.logs import get_logger
-from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.tool import Reach

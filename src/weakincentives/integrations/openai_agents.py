@@ -22,7 +22,6 @@ from weakincentives.errors import (
     ToolDefinitionError,
     ToolValidationError,
 )
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem
 from weakincentives.integrations.bridge import (
     AnyResult,
@@ -40,6 +39,7 @@ from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalReq
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.tool import Tool
 from weakincentives.serde import dump
+from weakincentives.session.events import ToolInvoked
 from weakincentives.tool_result import ToolResult
 
 try:

@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar, Unpack, cast
 
-from weakincentives.call import call_under_way
+from weakincentives.core.call import call_under_way
+from weakincentives.core.loops import in_thread
 from weakincentives.errors import ApprovalNeeded, FilesystemError, MissingExtra, Suspended
 from weakincentives.filesystem import FileStat, HostFilesystem
 from weakincentives.integrations.bridge import (
@@ -29,7 +30,6 @@ from weakincentives.integrations.bridge import (
     adopted,
     own_tool,
 )
-from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.context import ToolContext
 from weakincentives.tool_result import ToolResult

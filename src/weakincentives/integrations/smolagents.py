@@ -27,8 +27,9 @@ from types import ModuleType, NoneType
 from typing import Any, NoReturn, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from weakincentives.call import transaction_under_way
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.loops import ends_within, in_thread, run_blocking
 from weakincentives.errors import (
     MissingExtra,
     Suspended,
@@ -47,7 +48,6 @@ from weakincentives.integrations.bridge import (
     Workspace,
     adopted,
 )
-from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy

@@ -6,7 +6,7 @@ how files are changed. Code that captures or restores files belongs in ``filesys
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 

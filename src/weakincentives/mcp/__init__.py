@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 
 if TYPE_CHECKING:
+    from weakincentives.adapters.mcp_output import McpOutput as McpOutput
     from weakincentives.mcp.client_call import end_stream as end_stream
     from weakincentives.mcp.connection import HttpServer as HttpServer
     from weakincentives.mcp.connection import StdioServer as StdioServer
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from weakincentives.mcp.elicitation import ask_client as ask_client
     from weakincentives.mcp.oauth import OAuth as OAuth
     from weakincentives.mcp.oauth import TokenFile as TokenFile
-    from weakincentives.mcp.output import McpOutput as McpOutput
     from weakincentives.mcp.server import McpServer as McpServer
     from weakincentives.mcp.server_auth import McpAuth as McpAuth
     from weakincentives.mcp.server_prompts import McpPrompt as McpPrompt

@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from weakincentives.adapters.media import mcp_block
-from weakincentives.call import new_call_id
+from weakincentives.core.call import new_call_id
+from weakincentives.core.media import Content, Media
 from weakincentives.errors import MissingExtra, ProtocolError, Suspended, ToolValidationError
-from weakincentives.media import Content, Media
 from weakincentives.prompt.caller import (
     Caller,
     LogLevel,

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from weakincentives.call import transaction_under_way
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import McpServerError, MissingExtra
-from weakincentives.logs import get_logger
 from weakincentives.mcp.requests import Requests
 from weakincentives.mcp.server_process import ServerProcess
 from weakincentives.retry import NETWORK, SERVER_ERROR, TIMEOUT

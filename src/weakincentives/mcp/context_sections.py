@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from weakincentives.adapters.mcp_output import McpOutput, contents_of, parts_of
+from weakincentives.core.media import Media
+from weakincentives.core.text import harmless
 from weakincentives.errors import McpServerError, PromptValidationError
 from weakincentives.mcp.connection import McpConnection, as_server, prompts_of, resources_of
-from weakincentives.mcp.output import McpOutput, contents_of, parts_of
 from weakincentives.mcp.tools_section import McpToolsSection, lease_of
-from weakincentives.media import Media
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.resources import Binding, ResourceRegistry
-from weakincentives.text import harmless
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from mcp import Client, types
 
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 
 if TYPE_CHECKING:
-    from weakincentives.durable.runs import DurableRun, Runs
+    from weakincentives.runtime.stores.runs import DurableRun, Runs
 
 _FORM = "approval"
 """The key of the form among the inputs that a call requires."""

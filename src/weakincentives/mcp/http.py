@@ -15,9 +15,9 @@ try:
     from starlette.datastructures import Headers
     from starlette.responses import PlainTextResponse
 
+    from weakincentives.core.serving import LOOPBACK, PATIENCE, foreign, serve_app
+    from weakincentives.core.serving import listen as listen
     from weakincentives.mcp.http_events import RecentEvents
-    from weakincentives.serving import LOOPBACK, PATIENCE, foreign, serve_app
-    from weakincentives.serving import listen as listen
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 

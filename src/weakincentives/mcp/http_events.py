@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from weakincentives.call import new_id
+from weakincentives.core.call import new_id
 from weakincentives.errors import MissingExtra
 
 try:

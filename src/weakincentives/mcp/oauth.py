@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.programs import open_link
+from weakincentives.core.state import state_directory
+from weakincentives.core.text import harmless
 from weakincentives.errors import McpServerError, MissingExtra
-from weakincentives.programs import open_link
-from weakincentives.state import state_directory
-from weakincentives.text import harmless
 
 try:
     import httpx2

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
-from weakincentives.deadlines import Heartbeat
+from weakincentives.core.deadlines import Heartbeat
 from weakincentives.errors import MissingExtra
 from weakincentives.prompt.caller import LogLevel
 from weakincentives.serde import dump

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
+from weakincentives.adapters.mcp_output import parts_of
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
+from weakincentives.core.text import harmless, visible
 from weakincentives.errors import InvalidArguments, ParseError, PromptEvaluationError, Suspended
-from weakincentives.logs import get_logger
-from weakincentives.mcp.output import parts_of
-from weakincentives.media import Media
 from weakincentives.prompt.approval import (
     Approval,
     ApprovalPolicy,
@@ -28,7 +29,6 @@ from weakincentives.prompt.approval import (
     answer_to,
 )
 from weakincentives.serde.bounded_schema import BoundedSchema
-from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     import os

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives import __version__
 from weakincentives.adapters.media import mcp_block
-from weakincentives.call import RunContext, ToolCall, new_id
+from weakincentives.core.call import RunContext, ToolCall, new_id
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import MissingExtra, PromptRenderError, ToolDefinitionError
-from weakincentives.events import SUSPENDED
 from weakincentives.filesystem import Filesystem
-from weakincentives.logs import get_logger
 from weakincentives.mcp.client_call import ClientCall
 from weakincentives.mcp.reports import Reports, set_level
 from weakincentives.mcp.server_client import Offered, ServedClient, Service, paths_in
@@ -41,7 +40,8 @@ from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.answers import PROTOCOL_ERROR
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.serde import dump, schema
-from weakincentives.session import Session
+from weakincentives.session.events import SUSPENDED
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult, dump_shown, is_shortened
 
 try:

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import MissingExtra
-from weakincentives.logs import get_logger
 
 try:
     import jwt

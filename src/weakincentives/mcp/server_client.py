@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
-from weakincentives.call import RunContext, ToolCall
-from weakincentives.deadlines import Deadline
+from weakincentives.core.call import RunContext, ToolCall
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     PromptEvaluationError,
     Suspended,
     VisibilityExpansionRequired,
 )
-from weakincentives.events import ToolInvoked
 from weakincentives.mcp.client_call import AnsweredElsewhere, ClientCall, client_call
 from weakincentives.mcp.reports import Reports
 from weakincentives.mcp.undo import UndoTools
@@ -26,7 +25,8 @@ from weakincentives.prompt.section import expand
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.runtime.tool_call import aexecute_tool
 from weakincentives.runtime.window import read_result_tool
-from weakincentives.session import Session
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult, is_shortened
 
 if TYPE_CHECKING:

@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weakincentives.errors import McpServerError
-from weakincentives.logs import get_logger
-from weakincentives.mcp.server_launcher import living_in
-from weakincentives.programs import (
+from weakincentives.core.logs import get_logger
+from weakincentives.core.programs import (
     find_program,
     missing_program,
     reach_of_agents,
     safe_path,
     script_in_reach,
 )
-from weakincentives.state import program, source_of
+from weakincentives.core.state import program, source_of
+from weakincentives.errors import McpServerError
+from weakincentives.mcp.server_launcher import living_in
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from weakincentives.core.media import Media
 from weakincentives.errors import MissingExtra, ParseError, PromptError
 from weakincentives.mcp.client_call import blocks_of
 from weakincentives.mcp.server_resources import Completer
-from weakincentives.media import Media
 from weakincentives.prompt.prompt import Prompt, PromptTemplate, walk
 from weakincentives.prompt.tool import Tool
 from weakincentives.serde import parse, schema

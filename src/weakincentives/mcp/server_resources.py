@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from weakincentives.adapters.media import mcp_contents
+from weakincentives.core.media import Media, sniff
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
@@ -22,7 +23,6 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.filesystem.ignored import IgnoredFiles
-from weakincentives.media import Media, sniff
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.tool_result import ToolResult
 

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import MissingExtra
-from weakincentives.logs import get_logger
 
 try:
     import anyio

@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, get_args
 
+from weakincentives.adapters.mcp_output import McpOutput, output_of
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     DeadlineExceededError,
     InvalidArguments,
@@ -23,9 +25,7 @@ from weakincentives.errors import (
     ToolDefinitionError,
     ToolValidationError,
 )
-from weakincentives.logs import get_logger
 from weakincentives.mcp.connection import HttpServer, McpConnection, StdioServer, as_server
-from weakincentives.mcp.output import McpOutput, output_of
 from weakincentives.mcp.pins import Pins
 from weakincentives.mcp.requests import AskModel, AskUser, PendingCall, Requests
 from weakincentives.prompt.contracts import Effect, PermissionPrecondition
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from mcp import types
 
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 T = TypeVar("T")
 PerTool: TypeAlias = T | Mapping[str, T]

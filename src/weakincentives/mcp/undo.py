@@ -14,19 +14,19 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import RowUndoRefused, SnapshotError, ToolValidationError, UndoRefused
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.mcp.server_resources import McpResource
-from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, KnownFiles, PolicyState
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.runtime.saved import not_undone
-from weakincentives.session import Session, Snapshot
-from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.participant import Participant
+from weakincentives.session.session import Session, Snapshot
+from weakincentives.session.slices import SlicePolicy, slice_policy
 from weakincentives.tool_result import ToolResult
 
 _MAX_POINTS = 200

@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
+from weakincentives.core.logs import get_logger
+from weakincentives.core.text import harmless, visible
 from weakincentives.errors import (
     ApprovalNeeded,
     InvalidArguments,
@@ -19,15 +21,13 @@ from weakincentives.errors import (
     ToolValidationError,
 )
 from weakincentives.filesystem.patterns import GlobPattern
-from weakincentives.logs import get_logger
 from weakincentives.prompt import refusals
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision, tool_names
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.serde import dump
-from weakincentives.slices import SlicePolicy, slice_policy
-from weakincentives.text import harmless, visible
+from weakincentives.session.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     pass
@@ -420,7 +420,7 @@ async def answer_to(ask: Ask, request: ApprovalRequest, timeout: float | None) -
 
 
 async def _asked(ask: Ask, request: ApprovalRequest) -> object:
-    from weakincentives.loops import in_thread
+    from weakincentives.core.loops import in_thread
 
     answer = ask(request) if is_async(ask) else await in_thread(lambda: ask(request))
     return await answer if inspect.isawaitable(answer) else answer
@@ -463,7 +463,7 @@ def _defaults(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> tuple[str, 
 
 async def _in_time(tool: Tool[Any, Any], request: Callable[[], ApprovalRequest]) -> ApprovalRequest:
     """Return a request, with its preview made in a thread, for a limited time."""
-    from weakincentives.loops import in_thread
+    from weakincentives.core.loops import in_thread
 
     if tool.preview is None:
         return request()

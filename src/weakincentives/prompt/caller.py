@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from weakincentives.core.media import Content
 from weakincentives.errors import ToolValidationError
-from weakincentives.media import Content
 
 if TYPE_CHECKING:
     from weakincentives.errors import ProtocolError

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import Filesystem
-from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from weakincentives.prompt.context import ToolContext

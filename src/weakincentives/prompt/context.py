@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from weakincentives.budget import BudgetTracker
-from weakincentives.call import CancellationToken, RunContext
-from weakincentives.deadlines import check_deadline
+from weakincentives.core.budget import BudgetTracker
+from weakincentives.core.call import CancellationToken, RunContext
+from weakincentives.core.deadlines import check_deadline
+from weakincentives.core.logs import get_logger
 from weakincentives.filesystem import Filesystem
-from weakincentives.logs import get_logger
 from weakincentives.prompt.caller import NOBODY
 from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 
 if TYPE_CHECKING:
-    from weakincentives.deadlines import Deadline, Heartbeat
-    from weakincentives.memory import MemoryManager
+    from weakincentives.core.deadlines import Deadline, Heartbeat
     from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.caller import Caller, LogLevel, Root, Sample, SampleMessage
     from weakincentives.prompt.prompt import OfferedTool, Prompt, RenderedPrompt
-    from weakincentives.session import Session
+    from weakincentives.session.memory import MemoryManager
+    from weakincentives.session.session import Session
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class _Memory:
             view = getattr(context.resources, "view", None)
             return given if view is None else view(given)
         # To bind one, a program must have imported it.
-        module = sys.modules.get("weakincentives.memory")
+        module = sys.modules.get("weakincentives.session.memory")
         return None if module is None else context.resources.find(module.MemoryManager)
 
 

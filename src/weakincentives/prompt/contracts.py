@@ -10,16 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast, get_args
 
+from weakincentives.core.logs import get_logger
+from weakincentives.core.named import Named, named
 from weakincentives.errors import Suspended
-from weakincentives.logs import get_logger
-from weakincentives.named import Named, named
 from weakincentives.prompt.policies import missing_tools
 from weakincentives.prompt.signatures import is_async
 
 if TYPE_CHECKING:
-    from weakincentives.memory import MemoryManager
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.tool import Tool
+    from weakincentives.session.memory import MemoryManager
     from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
@@ -190,7 +190,7 @@ class PermissionPrecondition(Precondition):
     permission: str
 
     def _default(self, context: ToolContext) -> bool:
-        from weakincentives.memory import Permissions
+        from weakincentives.session.memory import Permissions
 
         permissions = context.resources.find(Permissions)
         return permissions is not None and permissions.has(context.session_id, self.permission)
@@ -429,7 +429,7 @@ class NotificationEffect(Effect):
             raise ValueError(f"notification effect {self.description!r} needs its event")
 
     def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
-        from weakincentives.memory import EventBus
+        from weakincentives.session.memory import EventBus
 
         bus = context.resources.find(EventBus)
         if bus is None:

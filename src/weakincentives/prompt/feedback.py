@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rpds import HashTrieMap
 
-from weakincentives.logs import get_logger
-from weakincentives.slices import Slice, SlicePolicy, slice_policy
-from weakincentives.text import counted
+from weakincentives.core.logs import get_logger
+from weakincentives.core.text import counted
+from weakincentives.session.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
-    from weakincentives.events import ToolInvoked
     from weakincentives.prompt.context import ToolContext
+    from weakincentives.session.events import ToolInvoked
     from weakincentives.tool_result import ToolResult
 
 R = TypeVar("R")
@@ -200,7 +200,7 @@ def collect_feedback(
     A provider that returns None is asked again after the next call; one that raises is logged, and
     the others are still asked.
     """
-    from weakincentives.events import ToolInvoked
+    from weakincentives.session.events import ToolInvoked
 
     names = [provider.name for provider in providers]
     if len(set(names)) < len(names):

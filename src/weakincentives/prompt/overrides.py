@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     InvalidArguments,
     ParseError,
@@ -27,7 +28,6 @@ from weakincentives.errors import (
     StaleOverride,
     ToolDefinitionError,
 )
-from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Prompt, PromptTemplate, walk
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.signatures import UNKNOWN

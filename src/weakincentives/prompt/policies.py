@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_or
 
 from rpds import HashTrieMap, HashTrieSet
 
+from weakincentives.core.named import Named, named
 from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.named import Named, named
 from weakincentives.prompt import refusals
 from weakincentives.prompt.signatures import hints_of, is_async, misfit
-from weakincentives.slices import Slice, SlicePolicy, slice_policy
+from weakincentives.session.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.tool import Tool
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
     from weakincentives.tool_result import ToolResult
 
 T = TypeVar("T")

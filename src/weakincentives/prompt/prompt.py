@@ -43,10 +43,10 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from weakincentives.media import Media
+    from weakincentives.core.media import Media
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.overrides import PromptOverrides
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
     OutT = TypeVarWithDefault("OutT", default=Any)
 else:

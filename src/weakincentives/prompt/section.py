@@ -43,14 +43,14 @@ from weakincentives.prompt.signatures import TypedConstructor, is_async, show
 from weakincentives.prompt.tool import Tool, ToolExample
 from weakincentives.resources import ResourceRegistry
 from weakincentives.serde import dump
-from weakincentives.slices import Reducer, Slice, upsert_by
+from weakincentives.session.slices import Reducer, Slice, upsert_by
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from weakincentives.media import Media
-    from weakincentives.session import Session
+    from weakincentives.core.media import Media
+    from weakincentives.session.session import Session
 
     ParamsT = TypeVarWithDefault("ParamsT", default=Any)
 else:

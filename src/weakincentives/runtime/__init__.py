@@ -2,24 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.call import CancellationToken as CancellationToken
-    from weakincentives.call import RunContext as RunContext
-    from weakincentives.call import ToolCall as ToolCall
-    from weakincentives.call import call_under_way as call_under_way
-    from weakincentives.events import Dispatcher as Dispatcher
-    from weakincentives.events import PromptExecuted as PromptExecuted
-    from weakincentives.events import PromptRendered as PromptRendered
-    from weakincentives.events import ToolInvoked as ToolInvoked
-    from weakincentives.logs import configure_logging as configure_logging
-    from weakincentives.memory import EventBus as EventBus
-    from weakincentives.memory import MemoryManager as MemoryManager
-    from weakincentives.memory import MemoryMatch as MemoryMatch
-    from weakincentives.memory import Permissions as Permissions
+    from weakincentives.core.call import CancellationToken as CancellationToken
+    from weakincentives.core.call import RunContext as RunContext
+    from weakincentives.core.call import ToolCall as ToolCall
+    from weakincentives.core.call import call_under_way as call_under_way
+    from weakincentives.core.logs import configure_logging as configure_logging
     from weakincentives.prompt.contracts import MemoryScope as MemoryScope
     from weakincentives.runtime.approvals import ApprovalDesk as ApprovalDesk
     from weakincentives.runtime.approvals import PendingApproval as PendingApproval
@@ -88,13 +80,21 @@ if TYPE_CHECKING:
     from weakincentives.runtime.window import DropOldest as DropOldest
     from weakincentives.runtime.window import Room as Room
     from weakincentives.runtime.window import ShortenAndSummarize as ShortenAndSummarize
-    from weakincentives.session import Session as Session
-    from weakincentives.session import SliceAccessor as SliceAccessor
-    from weakincentives.session import Snapshot as Snapshot
-    from weakincentives.slices import Slice as Slice
-    from weakincentives.slices import SlicePolicy as SlicePolicy
-    from weakincentives.slices import append_all as append_all
-    from weakincentives.slices import reducer as reducer
-    from weakincentives.slices import replace_latest as replace_latest
-    from weakincentives.slices import slice_policy as slice_policy
-    from weakincentives.slices import upsert_by as upsert_by
+    from weakincentives.session.events import Dispatcher as Dispatcher
+    from weakincentives.session.events import PromptExecuted as PromptExecuted
+    from weakincentives.session.events import PromptRendered as PromptRendered
+    from weakincentives.session.events import ToolInvoked as ToolInvoked
+    from weakincentives.session.memory import EventBus as EventBus
+    from weakincentives.session.memory import MemoryManager as MemoryManager
+    from weakincentives.session.memory import MemoryMatch as MemoryMatch
+    from weakincentives.session.memory import Permissions as Permissions
+    from weakincentives.session.session import Session as Session
+    from weakincentives.session.session import SliceAccessor as SliceAccessor
+    from weakincentives.session.session import Snapshot as Snapshot
+    from weakincentives.session.slices import Slice as Slice
+    from weakincentives.session.slices import SlicePolicy as SlicePolicy
+    from weakincentives.session.slices import append_all as append_all
+    from weakincentives.session.slices import reducer as reducer
+    from weakincentives.session.slices import replace_latest as replace_latest
+    from weakincentives.session.slices import slice_policy as slice_policy
+    from weakincentives.session.slices import upsert_by as upsert_by

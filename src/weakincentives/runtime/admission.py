@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from weakincentives import events
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import PolicyDenied, Refusal, Suspended
-from weakincentives.logs import get_logger
 from weakincentives.prompt import refusals
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers
 from weakincentives.runtime.transactions import Transaction
+from weakincentives.session import events
 
 _logger = get_logger(__name__)
 

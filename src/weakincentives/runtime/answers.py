@@ -14,7 +14,9 @@ from json import JSONDecodeError
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn, cast
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.gate import InUse
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     BudgetExceededError,
     ContractError,
@@ -30,17 +32,15 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
     WorkspaceLocked,
 )
-from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.filesystem.bypass import warn_once
 from weakincentives.filesystem.paths import shown
-from weakincentives.gate import InUse
-from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.transactions import NeedsItsPlace, Transaction
 from weakincentives.serde import dump
-from weakincentives.session import Session
+from weakincentives.session.events import SUSPENDED, ToolInvoked
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolError, ToolMetadata, ToolResult
 
 _logger = get_logger(__name__)
@@ -92,7 +92,7 @@ async def run_handler(tool: Tool[Any, Any], transaction: Transaction) -> Any:
     """Run a handler within its limits: on the loop if it is async, else in a thread."""
     import asyncio
 
-    from weakincentives.loops import ends_within, in_thread
+    from weakincentives.core.loops import ends_within, in_thread
 
     handler: Any = tool.handler
     params, context = transaction.params, transaction.bound

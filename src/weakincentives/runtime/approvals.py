@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weakincentives import locks
-from weakincentives.call import new_id
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core import locks
+from weakincentives.core.call import new_id
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
+from weakincentives.core.state import Seals, no_links
 from weakincentives.errors import AnswerRefused, SnapshotError
 from weakincentives.filesystem.tree import remove_path
-from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.serde import freeze, thaw
-from weakincentives.state import Seals, no_links
 
 _logger = get_logger(__name__)
 

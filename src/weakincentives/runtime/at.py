@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
 from weakincentives.filesystem import Committed, FilesAt
 from weakincentives.runtime.conversation import Message, still_seen
-from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, Moment
+from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, CallPosition
 from weakincentives.runtime.stores.saves import SavedSessionData
-from weakincentives.session import Session
-from weakincentives.slices import Slice
+from weakincentives.session.session import Session
+from weakincentives.session.slices import Slice
 
 if TYPE_CHECKING:
     from weakincentives.runtime.calls import Call, Run
@@ -71,11 +71,11 @@ def outermost(call: Call) -> Call:
     return call
 
 
-def moment_of(call: Call) -> Moment:
+def moment_of(call: Call) -> CallPosition:
     """Return when a call on record was made."""
     call = outermost(call)
     assert call.record is not None
-    return Moment(
+    return CallPosition(
         name=call.name,
         call_id=call.call_id,
         number=call.number,
@@ -126,7 +126,7 @@ class Talk:
 
 
 def talk_at(
-    moment: Moment, messages: Slice[Message], index: CallIndex, known: int, *, before: bool
+    moment: CallPosition, messages: Slice[Message], index: CallIndex, known: int, *, before: bool
 ) -> Talk:
     """Return where the conversation stands at a call; costs the messages since.
 
@@ -197,7 +197,7 @@ def _conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ..
 
 
 def serial_at(
-    moment: Moment, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
+    moment: CallPosition, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
 ) -> int:
     """Return the serial of the commit whose files a call has found, or left.
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
+from weakincentives.core.text import harmless
 from weakincentives.errors import ViewClosed, WinkError
 from weakincentives.filesystem import (
     Branch,
@@ -24,8 +26,6 @@ from weakincentives.filesystem import (
 )
 from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.filesystem.store import location_of
-from weakincentives.logs import get_logger
-from weakincentives.text import harmless
 
 R = TypeVar("R")
 

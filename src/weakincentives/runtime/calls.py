@@ -24,8 +24,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.collector import no_collection
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.logs import get_logger
+from weakincentives.core.text import letters
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem import (
     BranchHistory,
@@ -41,7 +43,6 @@ from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.history import BRANCHES
 from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import files_below
-from weakincentives.logs import get_logger
 from weakincentives.runtime.at import (
     StateAt,
     moment_of,
@@ -54,14 +55,13 @@ from weakincentives.runtime.rows import CallRows, RowChange, RowHistory
 from weakincentives.runtime.saved import SavedSession, not_undone
 from weakincentives.runtime.stores.saves import SavedSessionData, inherited_calls
 from weakincentives.serde.exact import plain, thaw
-from weakincentives.session import Session
-from weakincentives.slices import Slice
-from weakincentives.text import letters
+from weakincentives.session.session import Session
+from weakincentives.session.slices import Slice
 
 _logger = get_logger(__name__)
 
 _COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
-_ENDS = "weakincentives.events:PromptExecuted"
+_ENDS = "weakincentives.session.events:PromptExecuted"
 _SUFFIX = ".jsonl"
 ROLLED_BACK = "rolled back"
 """Notes in a branch when a program was rolled back whose changes it has: no call of its own."""

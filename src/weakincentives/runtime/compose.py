@@ -15,7 +15,7 @@ from textwrap import indent
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from weakincentives.call import ToolCall, call_under_way
+from weakincentives.core.call import ToolCall, call_under_way
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.prompt.prompt import OfferedTool, RenderedPrompt
 from weakincentives.prompt.signatures import is_async

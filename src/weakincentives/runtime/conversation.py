@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from weakincentives.budget import NO_TOKENS, TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.core.budget import NO_TOKENS, TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.media import Media
 from weakincentives.errors import NoOutput
-from weakincentives.media import Media
-from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.session.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from weakincentives.errors import ProviderError
-    from weakincentives.events import ToolInvoked
     from weakincentives.prompt.prompt import RenderedPrompt
-    from weakincentives.session import Session
+    from weakincentives.session.events import ToolInvoked
+    from weakincentives.session.session import Session
     from weakincentives.tool_result import ToolResult
 
     OutT = TypeVarWithDefault("OutT", default=Any)

@@ -13,10 +13,10 @@ from functools import partial
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, cast
 
-from weakincentives.call import ToolCall, transaction_under_way
+from weakincentives.core.call import ToolCall, transaction_under_way
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import Filesystem
-from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.runtime.transactions import CallSetting, Member, Transaction
 from weakincentives.tool_result import ToolResult
@@ -254,7 +254,7 @@ def _asking_first(tool: Tool[Any, Any], unknown: CallOutcome) -> Any:
 
 def _awaited(answer: Awaitable[Any]) -> Any:
     """Return what an async function returns, in sync code."""
-    from weakincentives.loops import run_blocking
+    from weakincentives.core.loops import run_blocking
 
     async def finished() -> Any:
         return await answer

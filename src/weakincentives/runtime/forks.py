@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from weakincentives.call import new_call_id
+from weakincentives.core.call import new_call_id
 from weakincentives.filesystem import Branch, drop_branch
 from weakincentives.filesystem.store import location_of
 from weakincentives.runtime.at import data_at, moment_of, outermost, talk_at

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from weakincentives.call import ToolCall, transaction_under_way
+from weakincentives.core.call import ToolCall, transaction_under_way
 from weakincentives.errors import ApprovalNeeded, PolicyDenied, Refusal, WinkError
 from weakincentives.prompt.prompt import OfferedTool, RenderedPrompt
 from weakincentives.prompt.refusals import by_person
@@ -271,7 +271,7 @@ class OpenCall:
         await self.end(exc)
 
     def __enter__(self) -> OpenCall:
-        from weakincentives.loops import run_blocking
+        from weakincentives.core.loops import run_blocking
 
         return run_blocking(self.start)
 

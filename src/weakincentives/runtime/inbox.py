@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weakincentives import locks
-from weakincentives.call import new_id
+from weakincentives.core import locks
+from weakincentives.core.call import new_id
+from weakincentives.core.logs import get_logger
+from weakincentives.core.state import Seals
 from weakincentives.errors import SessionError
-from weakincentives.logs import get_logger
-from weakincentives.state import Seals
 
 _logger = get_logger(__name__)
 

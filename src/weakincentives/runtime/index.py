@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.runtime.conversation import Message
-from weakincentives.session import type_name
+from weakincentives.session.events import SUSPENDED, ToolInvoked
+from weakincentives.session.session import type_name
 
 if TYPE_CHECKING:
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 RECORDS, MESSAGES = type_name(ToolInvoked), type_name(Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class CallPosition:
     """When a call of a run was made. A nested one is committed with the outermost: this is it."""
 
     name: str

@@ -19,11 +19,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from weakincentives import locks
+from weakincentives.core import locks
+from weakincentives.core.logs import get_logger
+from weakincentives.core.state import Seals
 from weakincentives.errors import OutcomeOnRecord, WinkError
-from weakincentives.logs import get_logger
-from weakincentives.slices import SlicePolicy, slice_policy
-from weakincentives.state import Seals
+from weakincentives.session.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.redo import Redo

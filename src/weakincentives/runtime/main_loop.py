@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
-from weakincentives.call import RunContext, new_id
-from weakincentives.events import Dispatcher
-from weakincentives.logs import get_logger
+from weakincentives.core.call import RunContext, new_id
+from weakincentives.core.logs import get_logger
 from weakincentives.prompt.prompt import Prompt, Resources, check_prompt
 from weakincentives.runtime.run import RunConfig
-from weakincentives.session import Session
+from weakincentives.session.events import Dispatcher
+from weakincentives.session.session import Session
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from weakincentives.media import Content
+    from weakincentives.core.media import Content
     from weakincentives.runtime.conversation import PromptResponse
     from weakincentives.runtime.run import RunOptions
 

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.text import harmless
 from weakincentives.filesystem import Branch, FileChange, Filesystem, HostFilesystem
 from weakincentives.filesystem.merging import Merge, Prefer
 from weakincentives.filesystem.paths import join_path
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, Tool, ToolContext
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.runtime.tool_call import execute_tool
-from weakincentives.session import Session
-from weakincentives.text import harmless
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult
 
 MERGE = "merge"

@@ -12,10 +12,9 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-from weakincentives import events
-from weakincentives.call import ToolCall, transaction_under_way
+from weakincentives.core.call import ToolCall, transaction_under_way
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import PolicyDenied, Refusal, Suspended
-from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import note_success
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.refusals import by_person
@@ -23,6 +22,7 @@ from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers, effects, turn
 from weakincentives.runtime.admission import check_policies, check_preconditions
 from weakincentives.runtime.transactions import CallSetting, Recorded, Transaction, TurnSlot
+from weakincentives.session import events
 from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)

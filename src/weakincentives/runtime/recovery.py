@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weakincentives.call import new_id
+from weakincentives.core.call import new_id
 from weakincentives.errors import RowUndoRefused
 from weakincentives.filesystem.redo import Redo, forget
 from weakincentives.filesystem.redo import kept as kept_redos
@@ -25,12 +25,12 @@ from weakincentives.runtime.rows import KeptCall
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
-    from weakincentives.participant import Participant
     from weakincentives.runtime.ledger import OutcomeLedger
     from weakincentives.runtime.rows import RowHistory
     from weakincentives.runtime.saved import Encoding, SavedSession
     from weakincentives.runtime.transactions import Transaction
-    from weakincentives.session import Snapshot
+    from weakincentives.session.participant import Participant
+    from weakincentives.session.session import Snapshot
 
 _SOON = 1.0
 """Seconds after its end in which a call is normally committed."""

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
+from weakincentives.core.call import RunContext, ToolCall, new_call_id, new_id
+from weakincentives.core.text import linear_matcher
 from weakincentives.errors import PromptValidationError, ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt.policies import (
@@ -35,8 +36,7 @@ from weakincentives.runtime.tool_call import (
     execute_tool,
     execute_tools,
 )
-from weakincentives.session import Session
-from weakincentives.text import linear_matcher
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class ToolRegistry:
                 self._closing.callback(workspace.close)
             self._workspace = workspace
             bound = bound.merge({Filesystem: workspace})
-        from weakincentives.memory import MemoryManager
+        from weakincentives.session.memory import MemoryManager
 
         if MemoryManager not in bound:
             self._memory = Binding(MemoryManager, lambda _: MemoryManager())
@@ -515,7 +515,7 @@ class ToolRegistry:
         arguments: object = None,
     ) -> PreconditionResult:
         """Check the preconditions of a tool without running it."""
-        from weakincentives.loops import run_blocking
+        from weakincentives.core.loops import run_blocking
         from weakincentives.prompt.contracts import validate_preconditions
 
         found, context = self._known(tool), _with_tools(self.context(), context)
@@ -530,7 +530,7 @@ class ToolRegistry:
         arguments: object = None,
     ) -> tuple[Effect, ...]:
         """Apply a tool's effects for a result from elsewhere: see ``runtime.apply_effects``."""
-        from weakincentives.loops import run_blocking
+        from weakincentives.core.loops import run_blocking
 
         found, context = self._known(tool), _with_tools(self.context(), context)
         params = None if arguments is None else found.parse(arguments)

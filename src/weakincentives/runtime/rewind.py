@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from weakincentives import locks
-from weakincentives.call import ToolCall
+from weakincentives.core import locks
+from weakincentives.core.call import ToolCall
 from weakincentives.errors import UndoRefused
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Committed, HostFilesystem
 from weakincentives.runtime.at import serial_at, talk_at
 from weakincentives.runtime.conversation import Message, last_conversation
-from weakincentives.runtime.index import RECORDS, CallIndex, Moment
+from weakincentives.runtime.index import RECORDS, CallIndex, CallPosition
 from weakincentives.runtime.rows import RowHistory, UndoneRows, notes_on, undoing_rows
 from weakincentives.runtime.saved import SavedSession
-from weakincentives.session import Snapshot
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Snapshot
 from weakincentives.tool_result import ToolResult
 
 REWIND = "wink rewind"
@@ -92,7 +92,7 @@ def rewind_run(
     if databases and parts != "conversation":
         records = saved.session.read_slice(ToolInvoked)
         later = [each.call_id for each in records.newer_than(moment.number - before)]
-    with locks.undisturbed():  # nor must Ctrl-C
+    with locks.defer_interrupts():  # nor must Ctrl-C
         with undoing_rows(databases, later, own.id, force=force) as rows:
             if undone:
                 notes = files.undo(*undone, force=force, leave_edits=True, call=own)
@@ -108,7 +108,7 @@ def rewind_run(
 
 
 def _session_at(
-    saved: SavedSession, moment: Moment, *, before: bool
+    saved: SavedSession, moment: CallPosition, *, before: bool
 ) -> tuple[Snapshot, list[Message]]:
     """Return all STATE slices at a call, and the messages that take the conversation back."""
     session = saved.session
@@ -127,7 +127,7 @@ def _session_at(
 
 
 def since(
-    moment: Moment, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
+    moment: CallPosition, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
 ) -> tuple[Committed, ...]:
     """Return what to undo, newest first, so that a run's files are as at a call.
 

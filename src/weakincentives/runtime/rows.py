@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weakincentives.call import new_id
+from weakincentives.core.call import new_id
 
 
 @dataclass(frozen=True, slots=True)

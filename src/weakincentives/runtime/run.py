@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
-from weakincentives import events
-from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker, TokenPrice, TokenUsage
-from weakincentives.call import (
+from weakincentives.core.budget import NO_TOKENS, Budget, BudgetTracker, TokenPrice, TokenUsage
+from weakincentives.core.call import (
     RunContext,
     ToolCall,
     current_view,
     new_call_id,
     transaction_under_way,
 )
-from weakincentives.deadlines import Deadline, Heartbeat, check_deadline
+from weakincentives.core.deadlines import Deadline, Heartbeat, check_deadline
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Content, split_content
 from weakincentives.errors import (
     CallLimitExceeded,
     ContextOverflow,
@@ -34,9 +35,6 @@ from weakincentives.errors import (
     TurnLimitExceeded,
     VisibilityExpansionRequired,
 )
-from weakincentives.events import PromptExecuted, ToolInvoked
-from weakincentives.logs import get_logger
-from weakincentives.media import Content, split_content
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
 from weakincentives.prompt.prompt import Prompt, RenderedPrompt, check_prompt
@@ -88,7 +86,9 @@ from weakincentives.runtime.window import (
     read_result_tool,
     transcript,
 )
-from weakincentives.session import Session
+from weakincentives.session import events
+from weakincentives.session.events import PromptExecuted, ToolInvoked
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolError, ToolResult, shortened
 
 if TYPE_CHECKING:
@@ -1015,6 +1015,6 @@ class Run:
         """Await what needs an event loop: the caller's, or one in the background."""
         if not (self.blocks and needs_loop):
             return await start()
-        from weakincentives.loops import run_blocking
+        from weakincentives.core.loops import run_blocking
 
         return run_blocking(start)

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weakincentives import locks
-from weakincentives.call import ToolCall
-from weakincentives.collector import no_collection
+from weakincentives.core import locks
+from weakincentives.core.call import ToolCall
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import SessionError, SnapshotError, UndoRefused, WinkError
-from weakincentives.events import PromptExecuted, ToolInvoked
-from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import note_success
 from weakincentives.runtime.conversation import (
     ContextCompacted,
@@ -27,7 +26,7 @@ from weakincentives.runtime.conversation import (
     last_conversation,
     without_rewound,
 )
-from weakincentives.runtime.index import MESSAGES, CallIndex, Moment
+from weakincentives.runtime.index import MESSAGES, CallIndex, CallPosition
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 from weakincentives.runtime.stores.files import OpenFileLog, adopt_file, sealed_size
 from weakincentives.runtime.stores.logs import LeasedLog, SessionStore
@@ -53,8 +52,9 @@ from weakincentives.runtime.stores.saves import (
     warn_of_incomplete,
     with_files,
 )
-from weakincentives.session import Session, Snapshot, type_name
-from weakincentives.slices import EMPTY, Slice, SlicePolicy
+from weakincentives.session.events import PromptExecuted, ToolInvoked
+from weakincentives.session.session import Session, Snapshot, type_name
+from weakincentives.session.slices import EMPTY, Slice, SlicePolicy
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -568,7 +568,7 @@ class SavedSession:
         self.save()  # so that the file has all messages
         state, _ = self.state_at((MESSAGES, target.place))
         notes: tuple[str, ...] = ()
-        with locks.undisturbed():  # Ctrl-C must not leave the files rewound without the rest
+        with locks.defer_interrupts():  # Ctrl-C must not leave the files rewound without the rest
             if files is not None:
                 live = not_undone(files.history())
                 since = [call for message in messages[number - 1 :] for call in message.calls]
@@ -601,7 +601,7 @@ class SavedSession:
         self._index = self._index.extend(self.session)
         return self._index
 
-    def moment(self, number: int) -> Moment:
+    def moment(self, number: int) -> CallPosition:
         """Return when the call with this number was made; costs the calls since.
 
         Raises:
@@ -616,7 +616,7 @@ class SavedSession:
                 break
             if each.call_id == outer.nested_in:
                 outer, number = each, place
-        return Moment(
+        return CallPosition(
             name=f"{self.mark}/{number}",
             call_id=outer.call_id,
             number=number,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-from weakincentives.loops import run_blocking
+from weakincentives.core.loops import run_blocking
 from weakincentives.runtime.conversation import PromptResponse, RunEvent
 
 OutT = TypeVar("OutT")

@@ -11,11 +11,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.core.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.core.gate import Gate, Lease, ProcessLock, TooLate
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import WinkError
-from weakincentives.events import ToolInvoked
-from weakincentives.gate import Gate, Lease, ProcessLock, TooLate
-from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
 from weakincentives.prompt.prompt import OfferedTool, Prompt, check_prompt
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -38,7 +37,8 @@ from weakincentives.runtime.turn import (
     groups,
     run_together,
 )
-from weakincentives.session import Session
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Submission(CallSetting, Generic[T]):
         try:
             run: Any = partial(copy_context().run, step_by_hand)
             if self.on_loop:
-                from weakincentives.loops import run_blocking as run
+                from weakincentives.core.loops import run_blocking as run
             gates = self.gates()
             if self.parent is not None and any(gate.is_on_this_loop for gate in gates):
                 gates = ()  # nested: the call inside could not go on while this one waits

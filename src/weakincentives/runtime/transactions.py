@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.core.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.core.gate import Gate, Holder, InUse, Lease, ObjectGate, TooLate, running_loop
+from weakincentives.core.locks import defer_interrupts
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     DeadlineExceededError,
     ResourceError,
@@ -23,12 +26,7 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
-from weakincentives.gate import Gate, Holder, InUse, Lease, ObjectGate, TooLate, running_loop
-from weakincentives.locks import undisturbed
-from weakincentives.logs import get_logger
-from weakincentives.participant import Participant, can_fork, participant_for
 from weakincentives.prompt.prompt import OfferedTool
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.resources import (
@@ -39,12 +37,14 @@ from weakincentives.resources import (
     as_resolver,
     in_gate_order,
 )
-from weakincentives.session import Session, Snapshot
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.participant import Participant, can_fork, participant_for
+from weakincentives.session.session import Session, Snapshot
 
 if TYPE_CHECKING:
     from asyncio import Event
 
-    from weakincentives.deadlines import Deadline
+    from weakincentives.core.deadlines import Deadline
     from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
@@ -505,7 +505,7 @@ class Transaction:
                 raise ViewClosed(self._end_reason())
             self._journalled = True
         # A view that is not in the list could not be undone. The lock is held already.
-        with undisturbed() if base.journalled else self._lock:
+        with defer_interrupts() if base.journalled else self._lock:
             in_place = base.journalled and not self.concurrent
             # For a nested call, its parent forks: what is changed then belongs to the parent.
             before = transaction_under_way.set(self)
@@ -675,7 +675,7 @@ class Transaction:
         """Commit everything and add the record, atomically."""
         self._seal()
         if self._journalled or self.base.saver is not None:
-            with undisturbed():
+            with defer_interrupts():
                 self._commit(record)
         else:
             self._commit(record)
@@ -779,7 +779,7 @@ class Transaction:
         self._seal()
         if self.reads_only:
             return (), ()
-        with undisturbed(self._journalled):
+        with defer_interrupts(self._journalled):
             self._discard(self.forks)
         failures, (changing, said) = self._failures, self.still_changing()
         names = dict.fromkeys(name for name, _, _ in self.forks)
@@ -788,7 +788,7 @@ class Transaction:
 
     def _undo_merge(self) -> None:
         if self.forks:
-            with undisturbed(self._journalled):
+            with defer_interrupts(self._journalled):
                 restore_all(self._merged)
                 self._merged = ()
                 self._discard(self.forks)

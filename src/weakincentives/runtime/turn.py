@@ -13,11 +13,11 @@ from random import random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from weakincentives.call import ToolCall
+from weakincentives.core.call import ToolCall
+from weakincentives.core.gate import Gate, Lease
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal, ToolTimeout
 from weakincentives.filesystem.paths import shown
-from weakincentives.gate import Gate, Lease
-from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.resources import ResourceContext
 from weakincentives.runtime.answers import raises_through
@@ -27,7 +27,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from asyncio import Event, Task
 
-    from weakincentives.deadlines import Deadline
+    from weakincentives.core.deadlines import Deadline
 
 Group = list[tuple[int, ToolCall]]
 """Calls that run together, each with its number in the turn."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weakincentives import locks
-from weakincentives.call import ToolCall, new_id
+from weakincentives.core import locks
+from weakincentives.core.call import ToolCall, new_id
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem import Branch, Committed, FileChange, HostFilesystem
 from weakincentives.filesystem.diffs import Detail
@@ -109,7 +109,7 @@ def undo_calls(
         raise UndoRefused(obstacles)
     own = ToolCall("undo", None, f"undo_{new_id()[:12]}")
     with (
-        locks.undisturbed(),  # Ctrl-C must not leave the rows undone and the files not
+        locks.defer_interrupts(),  # Ctrl-C must not leave the rows undone and the files not
         undoing_rows(calls.databases, with_rows, own.id, force=force) as rows,
     ):
         notes = files.undo(*in_files, force=force, call=own) if in_files else ()

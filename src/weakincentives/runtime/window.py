@@ -21,9 +21,9 @@ from weakincentives.runtime.conversation import ContextCompacted, Message
 from weakincentives.tool_result import ToolResult, shortened
 
 if TYPE_CHECKING:
-    from weakincentives.media import Media
+    from weakincentives.core.media import Media
     from weakincentives.prompt.prompt import RenderedPrompt
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 
 # Policies

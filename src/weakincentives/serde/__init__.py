@@ -6,7 +6,7 @@ keep the exact runtime types, for values that must come back equal in another pr
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 

@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, cast
 
+from weakincentives.core.text import counted_repeats, linear_matcher
 from weakincentives.errors import InvalidPattern, ParseError
 from weakincentives.serde.problems import MISSING, shown
 from weakincentives.serde.typed import dump
-from weakincentives.text import counted_repeats, linear_matcher
 
 _MAX_SCHEMA = 256 * 1024
 """Characters of a schema as JSON."""

@@ -523,9 +523,9 @@ _MOVED = {
     "weakincentives.filesystem.protocol": "weakincentives.filesystem.paths",
     "weakincentives.prompt.tool_result": "weakincentives.tool_result",
     "weakincentives.prompt.visibility": "weakincentives.prompt.section",
-    "weakincentives.runtime.events": "weakincentives.events",
-    "weakincentives.runtime.memory": "weakincentives.memory",
-    "weakincentives.runtime.session": "weakincentives.session",
+    "weakincentives.runtime.events": "weakincentives.session.events",
+    "weakincentives.runtime.memory": "weakincentives.session.memory",
+    "weakincentives.runtime.session": "weakincentives.session.session",
 }
 """Removed modules, with the module that has their classes now."""
 

@@ -14,12 +14,12 @@ own resource to test that it is rolled back.
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import load_lazily
+from weakincentives.core.lazy import load_lazily
 
 load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.clock import FakeClock as FakeClock
+    from weakincentives.core.clock import FakeClock as FakeClock
     from weakincentives.testing.conformance import AdapterCase as AdapterCase
     from weakincentives.testing.conformance import Asked as Asked
     from weakincentives.testing.conformance import MakeAdapter as MakeAdapter

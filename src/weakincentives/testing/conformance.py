@@ -17,10 +17,10 @@ from unittest import SkipTest
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.scripted import calls, says
-from weakincentives.budget import Budget, TokenUsage
-from weakincentives.call import ToolCall
-from weakincentives.clock import FakeClock
-from weakincentives.deadlines import Deadline
+from weakincentives.core.budget import Budget, TokenUsage
+from weakincentives.core.call import ToolCall
+from weakincentives.core.clock import FakeClock
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import (
     BudgetExceededError,
     CallLimitExceeded,

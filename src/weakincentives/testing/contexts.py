@@ -7,7 +7,7 @@ from typing import Any
 
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt.context import ToolContext
-from weakincentives.session import Session
+from weakincentives.session.session import Session
 
 
 def make_session(**options: Any) -> Session:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
-from weakincentives.call import transaction_under_way
-from weakincentives.events import ToolInvoked
+from weakincentives.core.call import transaction_under_way
 from weakincentives.runtime.transactions import Transaction
-from weakincentives.session import Session
+from weakincentives.session.events import ToolInvoked
+from weakincentives.session.session import Session
 
 T = TypeVar("T")
 

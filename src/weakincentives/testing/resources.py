@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from weakincentives.call import ToolCall
-from weakincentives.participant import misfit, participant_for
+from weakincentives.core.call import ToolCall
 from weakincentives.prompt.tool import Tool, ToolContext, tool
 from weakincentives.resources import Binding
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.runtime.tool_call import aexecute_tool, execute_tool
 from weakincentives.runtime.transactions import tool_transaction
-from weakincentives.session import Session
+from weakincentives.session.participant import misfit, participant_for
+from weakincentives.session.session import Session
 
 R = TypeVar("R")
 

@@ -25,7 +25,7 @@ from weakincentives.contrib.databases import (
     SqlDatabase,
     SqliteDatabase,
 )
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
 from weakincentives.prompt import PolicyDecision
 from weakincentives.runtime import Session, tool_transaction

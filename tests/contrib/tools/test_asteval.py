@@ -25,7 +25,7 @@ from ordinary_user import OrdinaryUser
 from weakincentives.contrib.tools import AstevalConfig, AstevalSection, asteval
 from weakincentives.contrib.tools.asteval import Evaluation
 from weakincentives.contrib.tools.sandbox import seccomp
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, MissingExtra
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import ReadBeforeWritePolicy

@@ -26,9 +26,9 @@ from weakincentives.contrib.tools.sandbox.environment import (
     ProjectEnvironment,
     project_environment,
 )
+from weakincentives.core.state import state_directory
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import CommandResult, HostFilesystem
-from weakincentives.state import state_directory
 
 ENGINES = [
     pytest.param("podman", marks=pytest.mark.heavy),

@@ -101,7 +101,7 @@ def test_the_state_directory_cannot_be_read(ours: Installed, engine: str):
     said = ours.run(
         """
 from weakincentives.contrib.tools.sandbox.engines import find_sandbox
-from weakincentives.state import Seals
+from weakincentives.core.state import Seals
 Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
 with HostFilesystem(root, store=root.parent / "store") as fs:

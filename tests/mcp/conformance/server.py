@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 import weakincentives as wink
+from weakincentives.core.media import Media
 from weakincentives.mcp import McpPrompt, McpResource, McpServer, end_stream
 from weakincentives.mcp.http import PATH, listen, serve
-from weakincentives.media import Media
 from weakincentives.prompt import (
     MarkdownSection,
     NotAnswered,

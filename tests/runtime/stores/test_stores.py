@@ -33,6 +33,7 @@ from store_world import (
 )
 
 from postgres import Postgres, started_postgres
+from weakincentives.core.media import Media
 from weakincentives.errors import (
     DatabaseUnavailable,
     LeaseLost,
@@ -43,7 +44,6 @@ from weakincentives.errors import (
     StoreRefused,
     WinkError,
 )
-from weakincentives.media import Media
 from weakincentives.runtime import (
     Database,
     FileStore,

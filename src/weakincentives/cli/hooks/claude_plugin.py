@@ -14,7 +14,7 @@ from weakincentives import __version__
 from weakincentives.cli.common import Misuse, echo
 from weakincentives.cli.hooks.adapters import ADAPTERS
 from weakincentives.cli.hooks.install import COMMANDS, SHOWN, matchers_of, own_program
-from weakincentives.programs import find_program, missing_program, safe_environment
+from weakincentives.core.programs import find_program, missing_program, safe_environment
 
 _NAME = "wink@wink"
 """The plug-in, and its marketplace: a directory of ours."""

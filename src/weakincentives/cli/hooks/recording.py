@@ -21,7 +21,7 @@ from weakincentives.adapters.claude_program import started_at
 from weakincentives.cli.common import FILE_NAME, INSIDE, Misuse, shortened
 from weakincentives.cli.hooks.adapters import Adapter
 from weakincentives.cli.hooks.events import ENDS, Event, Reply
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import WinkError
 
 if TYPE_CHECKING:
@@ -342,8 +342,8 @@ class _Hooked:
         answer: str = "",
     ) -> Generator[tuple[Any, Any]]:
         """Yield the call, and a prompt with its tool and the rules of the directory."""
-        from weakincentives.call import ToolCall
         from weakincentives.cli.workbench import open_workbench
+        from weakincentives.core.call import ToolCall
         from weakincentives.integrations.bridge import own_tool
         from weakincentives.tool_result import ToolResult
 
@@ -386,7 +386,7 @@ _USES = "uses.json"
 
 
 def _notes_of(root: Path) -> Path:
-    from weakincentives.state import state_directory
+    from weakincentives.core.state import state_directory
 
     place = state_directory() / "hooks" / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     place.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from weakincentives.cli.common import INSIDE
 from weakincentives.cli.hooks import client
-from weakincentives.state import our_code, state_directory
+from weakincentives.core.state import our_code, state_directory
 
 IDLE = "WINK_HOOK_IDLE"
 """The variable with the seconds without an event after which it ends; with 0 it does not start."""

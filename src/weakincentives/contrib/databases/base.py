@@ -18,12 +18,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from weakincentives.call import current_view, new_id, transaction_under_way
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.call import current_view, new_id, transaction_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.logs import get_logger
-from weakincentives.participant import Participant
+from weakincentives.session.participant import Participant
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.row_log import RowLog

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.databases.row_log import (
     CALLS,
     KEPT,
@@ -23,6 +22,7 @@ from weakincentives.contrib.databases.row_log import (
     Planned,
     Table,
 )
+from weakincentives.core.clock import SYSTEM_CLOCK
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.base import Work

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from weakincentives.core.logs import get_logger
 from weakincentives.filesystem.store import location_of
-from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.base import Database

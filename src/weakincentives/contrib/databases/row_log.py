@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import ResourceError, RowUndoRefused
 from weakincentives.runtime.rows import CallRows, KeptCall, RowChange, UndoneRows
 

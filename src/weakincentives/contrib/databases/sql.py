@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
 from weakincentives.contrib.databases.dialects import PostgresDialect, SqliteDialect
 from weakincentives.contrib.databases.row_log import RowLog
+from weakincentives.core.gate import running_loop
 from weakincentives.errors import MissingExtra, ReadOnlyView, ResourceError, WinkError
-from weakincentives.gate import running_loop
 
 try:
     import sqlalchemy

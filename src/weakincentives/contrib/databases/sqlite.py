@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from weakincentives.call import transaction_under_way
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
 from weakincentives.contrib.databases.dialects import SqliteDialect
 from weakincentives.contrib.databases.row_log import RowLog
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.gate import Gate, running_loop
 from weakincentives.errors import ReadOnlyView, WinkError
-from weakincentives.gate import Gate, running_loop
 
 Parameters = Sequence[Any] | Mapping[str, Any]
 

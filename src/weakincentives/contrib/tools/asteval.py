@@ -21,18 +21,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools._asteval_child import Channel
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.seccomp import computing_program, seccomp_number
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.state import program, source_of
 from weakincentives.errors import FilesystemError, MissingExtra, ParseError
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.retry import TIMEOUT
 from weakincentives.serde import parse
-from weakincentives.state import program, source_of
 from weakincentives.tool_result import ToolResult
 
 _CHILD = source_of(__file__, "_asteval_child.py")

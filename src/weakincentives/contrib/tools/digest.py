@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Unpack, cas
 
 from pydantic import Field
 
-from weakincentives.call import call_under_way
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.suite import suite_tool
+from weakincentives.core.call import call_under_way
+from weakincentives.core.text import counted, size_of
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
 from weakincentives.filesystem.ignored import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.filesystem.paths import shown
 from weakincentives.prompt.section import Section, SectionOptions, SectionVisibility
 from weakincentives.prompt.tool import ToolContext
-from weakincentives.slices import Slice
-from weakincentives.text import counted, size_of
+from weakincentives.session.slices import Slice
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weakincentives.call import CancellationToken
 from weakincentives.contrib.tools.file_values import cut, listed
+from weakincentives.core.call import CancellationToken
+from weakincentives.core.programs import find_program, safe_environment
+from weakincentives.core.text import linear_matcher, size_of
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
-from weakincentives.programs import find_program, safe_environment
-from weakincentives.text import linear_matcher, size_of
 
 BYTE_ORDER_MARK = "\ufeff"
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from weakincentives.core.media import Media
+from weakincentives.core.text import size_of
 from weakincentives.filesystem import FileStat, GrepMatch
-from weakincentives.media import Media
-from weakincentives.text import size_of
 
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]

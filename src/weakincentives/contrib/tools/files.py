@@ -10,7 +10,6 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.file_search import (
     BYTE_ORDER_MARK,
     Edit,
@@ -48,6 +47,9 @@ from weakincentives.contrib.tools.suite import (
     WorkspaceSection,
     suite_tool,
 )
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.media import Media, sniff
+from weakincentives.core.text import counted, size_of
 from weakincentives.errors import (
     AlreadyExists,
     BinaryFile,
@@ -58,7 +60,6 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import FileStat, Filesystem, GrepMatch, MemoryFilesystem
 from weakincentives.filesystem.paths import DEFAULT_ROOT, encode_text, shown
-from weakincentives.media import Media, sniff
 from weakincentives.prompt.approval import CallPreview
 from weakincentives.prompt.contracts import (
     NotificationEffect,
@@ -69,11 +70,10 @@ from weakincentives.prompt.policies import ReadBeforeWritePolicy, content_digest
 from weakincentives.prompt.section import SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.retry import RetryPolicies, RetryPolicy
-from weakincentives.text import counted, size_of
 from weakincentives.tool_result import ToolError, ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)

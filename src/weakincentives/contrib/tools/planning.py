@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 from pydantic import Field
 
 from weakincentives.contrib.tools.suite import suite_tool
+from weakincentives.core.text import counted
 from weakincentives.errors import ToolValidationError
 from weakincentives.prompt.completion import AnyOf, Custom, PlanDone, TaskCompletionChecker
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
-from weakincentives.slices import reducer
-from weakincentives.text import counted
+from weakincentives.session.slices import reducer
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 StepStatus = Literal["pending", "in-progress", "done", "blocked"]
 

@@ -22,14 +22,14 @@ from weakincentives.contrib.tools.outbound import (
     Resolve,
     system_resolve,
 )
-from weakincentives.errors import MissingExtra, PageNotRead, ResourceError
-from weakincentives.programs import (
+from weakincentives.core.programs import (
     find_program,
     missing_program,
     reach_of_agents,
     safe_environment,
     script_in_reach,
 )
+from weakincentives.errors import MissingExtra, PageNotRead, ResourceError
 from weakincentives.prompt.contracts import (
     MemoryEffect,
     PermissionPrecondition,

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import DatabaseUnavailable, MissingExtra, StoreRefused
 
 T = TypeVar("T")

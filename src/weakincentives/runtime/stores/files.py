@@ -16,12 +16,12 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from weakincentives import locks
+from weakincentives.core import locks
+from weakincentives.core.state import SEAL_SIZE, Seals, no_links
 from weakincentives.errors import SessionInUse, SnapshotError
 from weakincentives.runtime.ledger import OutcomeLedger
 from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited
 from weakincentives.serde.exact import StoredBytes
-from weakincentives.state import SEAL_SIZE, Seals, no_links
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _HEAD = "session"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError
 from weakincentives.runtime.ledger import OutcomeLedger
 from weakincentives.serde.exact import StoredBytes

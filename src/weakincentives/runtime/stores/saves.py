@@ -29,11 +29,11 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias, cast, overload
 
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.collector import no_collection
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.gc_pause import no_collection
+from weakincentives.core.logs import get_logger
+from weakincentives.core.media import Media
 from weakincentives.errors import SnapshotError
-from weakincentives.logs import get_logger
-from weakincentives.media import Media
 from weakincentives.runtime.stores.files import (
     FileLog,
     FileStore,
@@ -44,7 +44,7 @@ from weakincentives.runtime.stores.files import (
 from weakincentives.runtime.stores.logs import LeasedLog, SavePlace, SessionLog, SessionStore
 from weakincentives.serde import freeze, thaw
 from weakincentives.serde.exact import StoredBytes, current_name, json_of
-from weakincentives.session import Snapshot, type_name
+from weakincentives.session.session import Snapshot, type_name
 
 _logger = get_logger(__name__)
 

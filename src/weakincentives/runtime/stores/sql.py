@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     DatabaseUnavailable,
     LeaseLost,
@@ -27,7 +28,6 @@ from weakincentives.errors import (
     SessionInUse,
     SnapshotError,
 )
-from weakincentives.logs import get_logger
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger, as_it_is
 from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
 from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited

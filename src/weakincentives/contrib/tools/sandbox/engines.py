@@ -27,7 +27,6 @@ from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.sandbox.environment import (
     CLEAN,
     PATH,
@@ -55,6 +54,14 @@ from weakincentives.contrib.tools.sandbox.settings import (
     SandboxSettings,
 )
 from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.programs import (
+    agents_can_write,
+    find_program,
+    missing_program,
+    reach_of_agents,
+    safe_path,
+)
 from weakincentives.errors import (
     CommandFailed,
     FilesystemError,
@@ -67,13 +74,6 @@ from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import location_of
 from weakincentives.filesystem.tree import mount_generation
-from weakincentives.programs import (
-    agents_can_write,
-    find_program,
-    missing_program,
-    reach_of_agents,
-    safe_path,
-)
 
 if sys.platform == "linux":
     from weakincentives.contrib.tools.sandbox.launcher import hidden_in

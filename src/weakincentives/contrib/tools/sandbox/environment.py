@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from weakincentives.contrib.tools.sandbox.settings import WITHOUT_MOUNTS, SandboxSettings
+from weakincentives.core.programs import SYSTEM_PATH, find_program, safe_path
+from weakincentives.core.state import our_code, our_environment, our_secrets
 from weakincentives.filesystem.paths import DEFAULT_ROOT, MAX_LINKS
-from weakincentives.programs import SYSTEM_PATH, find_program, safe_path
-from weakincentives.state import our_code, our_environment, our_secrets
 
 PATH = SYSTEM_PATH
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}

@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.file_values import check_positive
+from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
 from weakincentives.filesystem.tree import everything_below

@@ -40,7 +40,7 @@ from weakincentives.retry import TIMEOUT
 from weakincentives.tool_result import ToolError, ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.session import Session
+    from weakincentives.session.session import Session
 
 _GRACE = 30.0
 """Seconds that a call may take besides its command: to start it, and to commit its changes."""

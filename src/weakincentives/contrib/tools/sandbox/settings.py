@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
-from weakincentives.state import WITHHELD
+from weakincentives.core.state import WITHHELD
 
 EngineName = Literal["namespaces", "bubblewrap", "podman", "seatbelt", "none"]
 """The engines, the fastest first; ``"none"`` runs commands without any."""

@@ -23,9 +23,9 @@ from typing import IO
 
 from weakincentives.contrib.tools.sandbox import compiled
 from weakincentives.contrib.tools.sandbox.limits import CgroupEvents, Refusal, SandboxLimits, cgroup
+from weakincentives.core.state import program, source_of
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.tree import mount_generation
-from weakincentives.state import program, source_of
 
 LAUNCHER = source_of(__file__, "launcher.py")
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from weakincentives.clock import SYSTEM_CLOCK, FakeClock
-from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.core.clock import SYSTEM_CLOCK, FakeClock
+from weakincentives.core.deadlines import Deadline, Heartbeat
 from weakincentives.errors import DeadlineExceededError, PromptEvaluationError
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weakincentives.budget import Budget, BudgetTracker, TokenPrice, TokenUsage
+from weakincentives.core.budget import Budget, BudgetTracker, TokenPrice, TokenUsage
 from weakincentives.errors import BudgetExceededError, PromptEvaluationError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weakincentives.deadlines import Deadline
+from weakincentives.core.deadlines import Deadline
+from weakincentives.core.gate import Gate, TooLate
 from weakincentives.errors import DeadlineExceededError
-from weakincentives.gate import Gate, TooLate
 from weakincentives.prompt import Tool, ToolContext, ToolResult
 from weakincentives.runtime import (
     Session,

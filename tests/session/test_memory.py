@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import weakincentives as wink
-from weakincentives.clock import FakeClock
+from weakincentives.core.clock import FakeClock
 from weakincentives.errors import (
     MergeConflict,
     ReadOnlyView,

@@ -27,7 +27,7 @@ from pathlib import Path
 from weakincentives.errors import StateUnavailable
 
 _KEY_SIZE = 32
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN: int = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 WITHHELD = frozenset({"WINK_DATABASE", "WINK_OBJECTS", "WINK_MCP_TOKEN"})
 """Variables of our own with passwords: no command or program that an agent starts gets them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from weakincentives.text import harmless, size_of
+from weakincentives.core.text import harmless, size_of
 
 if TYPE_CHECKING:
     import os

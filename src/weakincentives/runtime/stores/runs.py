@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, get_args
 
-from weakincentives.call import new_id
-from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.core.call import new_id
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.text import letters
 from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded
 from weakincentives.prompt.approval import Approval, ApprovalRequest, answering_user
 from weakincentives.runtime.stores.database import Database, Transaction, prepare_tables
 from weakincentives.serde import freeze, thaw
-from weakincentives.text import letters
 
 T = TypeVar("T")
 

@@ -21,10 +21,7 @@ import rpds
 
 from installed import Installed
 from weakincentives import __version__
-from weakincentives.errors import FilesystemError, McpServerError, ResourceError
-from weakincentives.filesystem import HostFilesystem
-from weakincentives.filesystem.checkout import clean_commit
-from weakincentives.programs import (
+from weakincentives.core.programs import (
     agents_can_write,
     find_program,
     missing_program,
@@ -33,9 +30,12 @@ from weakincentives.programs import (
     safe_path,
     script_in_reach,
 )
-from weakincentives.state import python
+from weakincentives.core.state import python
+from weakincentives.errors import FilesystemError, McpServerError, ResourceError
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem.checkout import clean_commit
 
-SOURCE = Path(__file__).parents[1] / "src" / "weakincentives"
+SOURCE = Path(__file__).parents[2] / "src" / "weakincentives"
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes and links")
 
@@ -162,7 +162,7 @@ def run_by_env_with_an_interpreter_in_a_workspace(root: Path, place: Path) -> Pa
 def in_a_directory_that_commands_of_another_process_could_change(root: Path, place: Path) -> Path:
     program = """
 import sys
-from weakincentives.programs import agents_can_write
+from weakincentives.core.programs import agents_can_write
 agents_can_write(sys.argv[1])
 """
     folder = plant(place / "cache/tool").parent
@@ -238,7 +238,7 @@ def test_a_workspace_is_known_wherever_it_is_mounted(tmp_path: Path):
     program = """
 import os, subprocess, sys
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.programs import find_program
+from weakincentives.core.programs import find_program
 HostFilesystem("work").close()
 subprocess.run(["mount", "--bind", "work", "mnt"], check=True)
 print(find_program("tool", os.path.abspath("mnt/bin")))
@@ -290,7 +290,7 @@ def test_our_own_environment_is_used_even_in_a_workspace():
     program = """
 import sys
 from pathlib import Path
-from weakincentives.programs import agents_can_write, find_program, reach_of_agents
+from weakincentives.core.programs import agents_can_write, find_program, reach_of_agents
 place = Path(sys.prefix)
 agents_can_write(place.parent)
 print(find_program("python", f"{place}/bin"), reach_of_agents(f"{place.parent}/bin"))
@@ -308,7 +308,7 @@ def test_our_own_environment_comes_last(trusted: Path):
     """A project may have had a directory of that name when we were installed there."""
     program = """
 import os, sys
-from weakincentives.programs import find_program, safe_path
+from weakincentives.core.programs import find_program, safe_path
 print(find_program("tool"), safe_path(), bool(find_program("python")))
 """
     with tempfile.TemporaryDirectory() as place:

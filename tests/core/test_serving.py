@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from weakincentives.serving import listen
+from weakincentives.core.serving import listen
 
 
 def test_an_answer_does_not_wait_for_the_clients_acknowledgement():

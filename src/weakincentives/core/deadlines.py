@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import DeadlineExceededError
 
 __all__ = ["Deadline", "Heartbeat"]
@@ -16,7 +16,7 @@ __all__ = ["Deadline", "Heartbeat"]
 class Deadline:
     """A moment after which a run must not continue.
 
-    >>> from weakincentives.clock import FakeClock
+    >>> from weakincentives.core.clock import FakeClock
     >>> clock = FakeClock()
     >>> deadline = Deadline.after(30, clock=clock)
     >>> clock.advance(20)

@@ -21,7 +21,7 @@ from weakincentives.runtime import (
     slice_policy,
     upsert_by,
 )
-from weakincentives.slices import declared_policy, declared_reducers
+from weakincentives.session.slices import declared_policy, declared_reducers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from weakincentives.logs import Redaction, without_secrets
+from weakincentives.core.logs import Redaction, without_secrets
 
 DATA = random.Random(32).randbytes(1200)
 

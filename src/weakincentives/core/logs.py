@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import IO, Any, cast
 
-from weakincentives.call import transaction_under_way
-from weakincentives.text import harmless
+from weakincentives.core.call import transaction_under_way
+from weakincentives.core.text import harmless
 
 
 def _call_fields() -> dict[str, str]:
@@ -185,7 +185,7 @@ class Redaction:
     def __init__(self, settings: object = ()) -> None:
         from urllib.parse import quote
 
-        from weakincentives.pem import PrivateKeys
+        from weakincentives.core.pem import PrivateKeys
 
         self.keys = PrivateKeys(_hidden)
         known = {*_secrets_in(settings), *_secrets_in(os.environ)}

@@ -122,7 +122,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def undisturbed(needed: bool = True) -> Generator[None]:
+def defer_interrupts(needed: bool = True) -> Generator[None]:
     """Defer Ctrl-C until a critical step is done.
 
     Python raises KeyboardInterrupt in the main thread only, at any point.

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from weakincentives import locks
-from weakincentives.call import ToolCall
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.deadlines import Deadline
+from weakincentives.core import locks
+from weakincentives.core.call import ToolCall
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.deadlines import Deadline
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import ViewClosed, WinkError, WorkspaceLocked
-from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -835,7 +835,7 @@ def _is_gone(pid: int) -> bool:
     """Tell whether an owner has ended: then only a child it was starting holds the lock."""
     try:
         os.kill(pid, 0)
-        with locks.undisturbed():  # Ctrl-C must not leave the file open
+        with locks.defer_interrupts():  # Ctrl-C must not leave the file open
             status = Path(f"/proc/{pid}/stat").read_bytes()
     except ProcessLookupError:
         return True

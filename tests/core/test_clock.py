@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import weakincentives
-from weakincentives.clock import SYSTEM_CLOCK, Clock, FakeClock, SystemClock
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock, FakeClock, SystemClock
 
 
 class TestSystemClock:

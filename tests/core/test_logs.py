@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from weakincentives import Tool, ToolContext, ToolResult
-from weakincentives.call import RunContext
-from weakincentives.logs import CallFilter, Redaction, configure_logging, get_logger
+from weakincentives.core.call import RunContext
+from weakincentives.core.logs import CallFilter, Redaction, configure_logging, get_logger
 from weakincentives.runtime import Session
 
 ours = get_logger("tests.ours")

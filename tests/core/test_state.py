@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from weakincentives.core.state import Seals, state_directory
 from weakincentives.errors import StateUnavailable
-from weakincentives.state import Seals, state_directory
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ import os, pwd
 def nobody(uid): raise KeyError(uid)
 pwd.getpwuid = nobody
 os.chdir({place!r})
-from weakincentives.state import Seals
+from weakincentives.core.state import Seals
 Seals("test")
 """
     place = str(tmp_path)
@@ -131,7 +131,7 @@ Seals("test")
 def test_a_home_that_cannot_be_written_says_what_to_set(tmp_path: Path):
     (tmp_path / "file").touch()
     done = python(
-        "from weakincentives.state import Seals; Seals('test')",
+        "from weakincentives.core.state import Seals; Seals('test')",
         XDG_STATE_HOME=str(tmp_path / "file"),
     )
 

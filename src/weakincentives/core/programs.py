@@ -19,10 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
-from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import StateUnavailable
-from weakincentives.logs import get_logger
-from weakincentives.state import (
+from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.logs import get_logger
+from weakincentives.core.state import (
     is_noted_writable,
     module_path,
     note_writable,
@@ -30,6 +29,7 @@ from weakincentives.state import (
     our_environment,
     workspace_store,
 )
+from weakincentives.errors import StateUnavailable
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where the system's own programs are."""

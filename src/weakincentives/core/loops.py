@@ -11,7 +11,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weakincentives.locks import undisturbed
+from weakincentives.core.locks import defer_interrupts
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,7 +52,7 @@ def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     loop's own thread would wait for itself: it gets the next loop.
     """
     me = threading.get_ident()
-    with undisturbed(), _lock:
+    with defer_interrupts(), _lock:
         depth = next((i + 1 for i, loop in enumerate(_loops) if loop.thread.ident == me), 0)
         if depth == len(_loops):
             _loops.append(_BackgroundLoop(depth))
@@ -92,7 +92,7 @@ class _BackgroundLoop:
 
         try:
             # An interrupt waits until there is a task to cancel.
-            with undisturbed():
+            with defer_interrupts():
                 self.loop.call_soon_threadsafe(begin)
             while not done.wait(_LOOK_SECONDS):
                 pass

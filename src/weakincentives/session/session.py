@@ -17,8 +17,10 @@ from inspect import iscoroutinefunction
 from typing import Any, Generic, NoReturn, TypeVar, cast
 from weakref import WeakSet, ref
 
-from weakincentives.call import current_view, new_id, transaction_under_way
-from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.call import current_view, new_id, transaction_under_way
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.gate import Gate, Holder
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     MergeConflict,
     ReducerError,
@@ -27,12 +29,10 @@ from weakincentives.errors import (
     SnapshotExpired,
     ViewClosed,
 )
-from weakincentives.events import Dispatcher, PromptRendered, ToolInvoked
-from weakincentives.frozen import changeable, refused_class
-from weakincentives.gate import Gate, Holder
-from weakincentives.logs import get_logger
-from weakincentives.participant import Participant
-from weakincentives.slices import (
+from weakincentives.session.events import Dispatcher, PromptRendered, ToolInvoked
+from weakincentives.session.frozen import changeable, refused_class
+from weakincentives.session.participant import Participant
+from weakincentives.session.slices import (
     EMPTY,
     Reducer,
     Slice,

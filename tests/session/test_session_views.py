@@ -1009,7 +1009,9 @@ def interrupted(run: Callable[[], object], line: int) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("weakincentives/session.py", "/slices.py")):
+        if not frame.f_code.co_filename.endswith(
+            ("weakincentives/session/session.py", "/slices.py")
+        ):
             return None
         if event == "line":
             left -= 1

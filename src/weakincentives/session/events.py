@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weakincentives.logs import get_logger
-from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.core.logs import get_logger
+from weakincentives.session.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
-    from weakincentives.budget import TokenUsage
+    from weakincentives.core.budget import TokenUsage
     from weakincentives.tool_result import ToolResult
 
 E = TypeVar("E")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
-from weakincentives.media import MAX_MEDIA_BYTES, SNIFFED, Media, sniff
-from weakincentives.text import harmless, size_of
+from weakincentives.core.media import MAX_MEDIA_BYTES, SNIFFED, Media, sniff
+from weakincentives.core.text import harmless, size_of
 
 if TYPE_CHECKING:
     from mcp import types

@@ -32,14 +32,14 @@ from typing import (
 
 from rpds import HashTrieMap
 
-from weakincentives.call import current_view
-from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.logs import get_logger
-from weakincentives.participant import Participant
-from weakincentives.rows import RowStore
+from weakincentives.core.call import current_view
+from weakincentives.core.clock import SYSTEM_CLOCK, Clock
+from weakincentives.core.logs import get_logger
 from weakincentives.serde.exact import freeze, thaw
-from weakincentives.session import Session, Snapshot
-from weakincentives.slices import EMPTY, Slice
+from weakincentives.session.participant import Participant
+from weakincentives.session.rows import RowStore
+from weakincentives.session.session import Session, Snapshot
+from weakincentives.session.slices import EMPTY, Slice
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from inspect import iscoroutinefunction, signature
 from typing import Any, Self, cast
 
+from weakincentives.core.gate import Gate, Lease, ObjectGate, gate_of
+from weakincentives.core.logs import get_logger
 from weakincentives.errors import ReadOnlyView, ViewClosed
-from weakincentives.gate import Gate, Lease, ObjectGate, gate_of
-from weakincentives.logs import get_logger
 
 __all__ = ["Adapted", "Participant", "can_fork", "misfit", "participant_for"]
 

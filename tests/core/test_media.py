@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weakincentives import Media
-from weakincentives.media import MAX_MEDIA_BYTES, split_content
+from weakincentives.core.media import MAX_MEDIA_BYTES, split_content
 from weakincentives.prompt import ToolResult
 from weakincentives.serde import freeze, thaw
 
