@@ -385,17 +385,22 @@ def served(project: Project) -> Generator[Callable[[str, Any], tuple[int, Any]]]
         debugger = Debugger(project.views, port=port, actions=Actions.ours())
         serving = serve_app(debugger.app, listening, on_stop=debugger.stop)
         task = asyncio.ensure_future(serving)
-        parts.update(
-            loop=asyncio.get_running_loop(), task=task, token=debugger.token, at=debugger.place
-        )
+        link = debugger.links.new().partition("?")[2]
+        parts.update(loop=asyncio.get_running_loop(), task=task, link=link, at=debugger.place)
         ready.set()
         await asyncio.wait([task])
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    def work() -> None:
+        try:
+            asyncio.run(serve())
+        finally:
+            ready.set()  # also if it failed: the test must not wait for it
+
+    thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
     connection = HTTPConnection("127.0.0.1", port, timeout=240)
-    connection.request("GET", f"{parts['at']}/?token={parts['token']}")
+    connection.request("GET", f"{parts['at']}/?{parts['link']}")
     response = connection.getresponse()
     response.read()
     headers = {

@@ -252,7 +252,7 @@ def remove_cgroups(name: str) -> None:
     """Remove the cgroups of that name from every hierarchy, with those below.
 
     A process stays in its cgroup for a moment after it has ended. A cgroup that cannot be removed
-    yet is retried with the next one, and when the program ends.
+    yet is retried after the next command, and when the program ends.
     """
     _sweep_at_exit()
     _unused.add(name)

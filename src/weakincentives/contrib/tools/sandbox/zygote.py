@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import IO
 
 from weakincentives.contrib.tools.sandbox import compiled
-from weakincentives.contrib.tools.sandbox.limits import CgroupEvents, Refusal, SandboxLimits, cgroup
+from weakincentives.contrib.tools.sandbox.limits import (
+    CgroupEvents,
+    Refusal,
+    SandboxLimits,
+    cgroup,
+    sweep_cgroups,
+)
 from weakincentives.core.state import program, source_of
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.tree import mount_generation
@@ -188,6 +194,7 @@ class Zygotes:
 
     def take_back(self, zygote: Zygote) -> None:
         """Keep a zygote for the next command."""
+        sweep_cgroups()  # those of a zygote that was killed, once its processes have gone
         if len(self._idle) < IDLE:
             self._idle.append(zygote)
         else:
