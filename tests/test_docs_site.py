@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib
 import importlib.util
 import json
@@ -177,6 +179,18 @@ def test_the_search_works_on_pages_opened_from_the_disk(site: Path):
         browser.close()
 
     assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
+
+
+@pytest.mark.heavy
+def test_the_recorded_run_names_no_path_of_the_repository(site: Path):
+    """Which would be a path of the machine that built the site, as the model's name was."""
+    found = re.search(r'id="wink-data">(.*?)</script>', html(site, "recorded_run.html"), re.DOTALL)
+    assert found is not None
+    blocks = json.loads(found[1])["blocks"]
+    told = b"".join(gzip.decompress(base64.b64decode(block)) for block in blocks).decode()
+
+    assert "scripted:demo.json" in told
+    assert str(ROOT) not in told
 
 
 def test_pictures_fetch_nothing():

@@ -66,7 +66,7 @@ class Entry:
     edited: bool = False
     """Whether the person has done anything since, up to the next entry."""
     has_new_files: bool = False
-    """Whether a rollback since has made a file anew: see the limits of links in docs/guarantees.md."""
+    """Whether a rollback since has made a file anew: limits of links: docs/guarantees.md."""
 
 
 def related(path: str, others: Iterable[str]) -> bool:
