@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,11 @@ from typer import Context
 from typer.main import get_command
 
 from weakincentives.cli.entry import SECTIONS, make_app
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.errors import SandboxUnavailable
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "src" / "weakincentives" / "cli" / "demo_project"
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
@@ -88,10 +92,16 @@ def _recorded_run() -> bytes:
     wink = [sys.executable, "-P", "-m", "weakincentives.cli"]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "XDG_STATE_HOME": f"{folder}/state"}
-        project, page = f"{folder}/till", f"{folder}/{RECORDED}"
-        for words in (["demo", "--into", project], ["export", "-w", project, "-o", page]):
-            subprocess.run([*wink, *words], env=env, check=True, capture_output=True)
-        return Path(page).read_bytes()
+        # By its name in the folder: the page shows the model, and the default is an absolute path.
+        shutil.copy(DEMO / "script.json", f"{folder}/demo.json")
+        model = ["--model", "scripted:demo.json"]
+        try:
+            find_sandbox()
+        except SandboxUnavailable:
+            env["WINK_SANDBOX"] = "none"  # as the demo does for its own script
+        for words in (["demo", "--into", "till", *model], ["export", "-w", "till", "-o", RECORDED]):
+            subprocess.run([*wink, *words], cwd=folder, env=env, check=True, capture_output=True)
+        return Path(folder, RECORDED).read_bytes()
 
 
 def _commands() -> str:

@@ -190,7 +190,14 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, 
     install = _new_environment(tmp_path / "empty", python)
     subprocess.run([*install, str(wheel)], check=True)
 
-    with_extras = ("cli", "contrib.databases.sql", "debugger", "integrations", "mcp", "core.serving")
+    with_extras = (
+        "cli",
+        "contrib.databases.sql",
+        "debugger",
+        "integrations",
+        "mcp",
+        "core.serving",
+    )
     with_extras += ("durable.temporal",)
     extra = [name for name in MODULES if name.partition(".")[2].startswith(with_extras)]
     core = [name for name in MODULES if name not in extra]

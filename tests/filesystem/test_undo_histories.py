@@ -66,7 +66,7 @@ class Entry:
     edited: bool = False
     """Whether the person has done anything since, up to the next entry."""
     has_new_files: bool = False
-    """Whether a rollback since has made a file anew: see the limits of links in docs/disk.md."""
+    """Whether a rollback since has made a file anew: limits of links: docs/guarantees.md."""
 
 
 def related(path: str, others: Iterable[str]) -> bool:
@@ -304,7 +304,7 @@ class Work:
         mine = {line for path in edits if _is_persons(now[path]) for line in _first_line(now[path])}
         kept = {line for found in after.values() for line in _first_line(found)}
         assert mine <= kept, "an edit is lost"
-        # For several entries, see the limits in docs/disk.md, too.
+        # For several entries, see the limits in docs/guarantees.md.
         if not edited and len(undone) == 1 and not undone[0].has_new_files:
             assert self.linked() == undone[0].linked
 
