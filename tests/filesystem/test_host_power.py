@@ -36,16 +36,22 @@ def _tool(*arguments: object) -> str:
 
 
 @contextlib.contextmanager
-def mounted(disk: Path, place: Path) -> Iterator[Path]:
-    """Mount a disk that is a file, without a cache between the two."""
+def mounted(disk: Path, place: Path, *, with_state: bool = True) -> Iterator[Path]:
+    """Mount a disk that is a file, without a cache between the two.
+
+    The state directory is on it, too, or else on another disk, which keeps its power.
+    """
     device = _tool("losetup", "--find", "--show", "--direct-io=on", disk)
     try:
         place.mkdir()
         _tool("mount", device, place)
-        try:
-            yield place
-        finally:
-            subprocess.run(["umount", place], check=True)
+        with pytest.MonkeyPatch.context() as patch:
+            if with_state:
+                patch.setenv("XDG_STATE_HOME", str(place / "state"))
+            try:
+                yield place
+            finally:
+                subprocess.run(["umount", place], check=True)
     finally:
         subprocess.run(["losetup", "--detach", device], check=True)
 
@@ -140,12 +146,13 @@ WORK: dict[str, Work] = {
 }
 
 
+@pytest.mark.parametrize("with_state", [True, False], ids=["", "state elsewhere"])
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_what_a_call_changed_is_there_after_a_loss_of_power(
-    disk: Path, tmp_path: Path, work: Work
+    disk: Path, tmp_path: Path, work: Work, with_state: bool
 ) -> None:
     copy = tmp_path / "copy"
-    with mounted(disk, tmp_path / "live") as live:
+    with mounted(disk, tmp_path / "live", with_state=with_state) as live:
         build(live / "work")
         with HostFilesystem(live / "work", durability="safe") as fs:
             assert engines(fs)[1].engine == "overlay"
@@ -153,7 +160,7 @@ def test_what_a_call_changed_is_there_after_a_loss_of_power(
             work(fs)
             _copy(disk, copy)
             expected = look(live / "work")
-    with mounted(copy, tmp_path / "after") as after:
+    with mounted(copy, tmp_path / "after", with_state=with_state) as after:
         with HostFilesystem(after / "work") as fs:
             assert fs.recovered == ()
         assert look(after / "work") == expected

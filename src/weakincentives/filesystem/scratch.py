@@ -152,6 +152,9 @@ class Scratches:
             try:
                 self._tree.remove_all(base)
                 set_time(self._tree, base[:-1], time)
+                if self._store.safe:  # the note is on another disk, and goes next
+                    with self._tree.directory(base[:-1]) as above:
+                        os.fsync(above)
             except OSError:
                 left[base] = None
         self._times = left
