@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from weakincentives.contrib.databases.base import NOT_YOURS, Database, Work, seconds_left
 from weakincentives.contrib.databases.dialects import SqliteDialect
@@ -108,6 +108,7 @@ class SqliteDatabase(Database):
         self._idle: list[_Connection] = []
         self._closed = [False]
         self._pid = os.getpid()
+        finalize(self, _end_all, self._idle, self._pid)
         if self.is_in_memory:
             self.gate_of_writers = _DatabaseGate()
         else:
@@ -376,6 +377,12 @@ _STAYS = frozenset(
     }
 )
 """What stays with a connection, so that another call must not get it."""
+
+
+def _end_all(idle: list[_Connection], pid: int) -> None:
+    """Close what a database that was never closed leaves; a forked child closes nothing."""
+    while os.getpid() == pid and idle:
+        idle.pop().end()
 
 
 class _Connection(sqlite3.Connection):
