@@ -64,10 +64,11 @@ class SqlDatabase(Database):
 
     >>> import sqlalchemy
     >>> from weakincentives.contrib.databases import SqlDatabase
-    >>> database = SqlDatabase(sqlalchemy.create_engine("sqlite://"))
-    >>> with database.transaction() as db:
+    >>> engine = sqlalchemy.create_engine("sqlite://")
+    >>> with SqlDatabase(engine).transaction() as db:
     ...     db.execute("SELECT 1").scalar_one()
     1
+    >>> engine.dispose()
 
     Args:
         engine: Its pool is shared; the engine itself is not changed.
