@@ -299,9 +299,7 @@ def test_llms_txt_names_every_page_and_no_other():
 
 
 def test_llms_txt_names_every_extra_and_no_other():
-    line = next(
-        each for each in (ROOT / "llms.txt").read_text().splitlines() if "Extras: " in each
-    )
+    line = next(each for each in (ROOT / "llms.txt").read_text().splitlines() if "Extras: " in each)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = set(extras["optional-dependencies"]) - {"dev", "tests", "vendors"}
 
