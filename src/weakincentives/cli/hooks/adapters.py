@@ -307,7 +307,7 @@ ADAPTERS: Mapping[str, Adapter] = {
             },
             editing=frozenset({"edit", "write"}),
             reading=frozenset({"analyze", "load", "read_image", "tree"}),
-            not_calls=frozenset({"delegate", "load_skill", "todo__todo_write"}),
+            not_calls=frozenset({"load_skill", "todo__todo_write"}),
             others=frozenset({"shell"}),
             places=("path",),
         ),
