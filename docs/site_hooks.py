@@ -155,9 +155,7 @@ def _labelled(table: str) -> str:
     rows = re.split(r"(?=<tr>)", table)
     for place, row in enumerate(rows):
         labels = iter(heads)
-        rows[place] = re.sub(
-            r"<td(?=[ >])", lambda _: f'<td data-label="{next(labels, "")}"', row
-        )
+        rows[place] = re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{next(labels, "")}"', row)
     return "".join(rows).replace("<table>", '<table data-cards="">', 1)
 
 
