@@ -24,8 +24,8 @@ _FOLDER = "databases"
 """One file for each database, so that processes that note two at the same time lose neither."""
 
 
-def remember(store: Path, address: Mapping[str, str]) -> None:
-    """Note in the state of a workspace that its calls changed a database."""
+def remember(store: Path, address: Mapping[str, str]) -> str:
+    """Note in the state of a workspace that its calls changed a database; returns its identity."""
     data = json.dumps(dict(address), sort_keys=True).encode()
     place = store / _FOLDER / hashlib.sha256(data).hexdigest()[:32]
     if not place.exists():
@@ -33,14 +33,33 @@ def remember(store: Path, address: Mapping[str, str]) -> None:
         staged = place.with_name(f"new-{os.urandom(8).hex()}")
         staged.write_bytes(data)
         os.replace(staged, place)
+    return _identity(store)
+
+
+def _identity(store: Path) -> str:
+    """Return what tells a workspace from all others that use a database, on any machine."""
+    place = store / _FOLDER / "identity"
+    with contextlib.suppress(FileNotFoundError):
+        return place.read_text()
+    staged = place.with_name(f"new-{os.urandom(8).hex()}")
+    staged.write_text(os.urandom(16).hex())
+    with contextlib.suppress(FileExistsError):
+        os.link(staged, place)
+    staged.unlink()
+    return place.read_text()
 
 
 def known_databases(workspace: Path) -> Sequence[RowHistory]:
-    """Return the databases that calls in a workspace changed; none of them is opened yet."""
+    """Return the databases that calls in a workspace changed; none of them is opened yet.
+
+    Each has the calls of this workspace only: others may use the same database.
+    """
+    store = location_of(workspace)
     found: list[Database] = []
-    for address in _addresses(location_of(workspace)):
+    for address in _addresses(store):
         try:
             found.append(_at(address))
+            found[-1].workspace = _identity(store)
         except (ImportError, ValueError, OSError) as error:
             _logger.warning("a database is left out: %s", error)
     return cast("Sequence[RowHistory]", found)
@@ -74,6 +93,11 @@ def _at(address: Mapping[str, str]) -> Database:
     from sqlalchemy import create_engine
     from sqlalchemy.pool import NullPool
 
-    from weakincentives.contrib.databases.sql import SqlDatabase
+    from weakincentives.contrib.databases.sql import AsyncSqlDatabase, SqlDatabase
 
-    return SqlDatabase(create_engine(address["sqlalchemy"], poolclass=NullPool))
+    engine = create_engine(address["sqlalchemy"], poolclass=NullPool)
+    if engine.dialect.is_async:
+        from sqlalchemy.ext.asyncio import AsyncEngine
+
+        return AsyncSqlDatabase(AsyncEngine(engine))
+    return SqlDatabase(engine)
