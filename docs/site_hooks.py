@@ -152,11 +152,13 @@ def _labelled(table: str) -> str:
     heads = [escape(re.sub(r"<[^>]+>", "", each)) for each in HEAD.findall(table)]
     if len(heads) < 3:
         return table
-    rows = re.split(r"(?=<tr>)", table)
-    for place, row in enumerate(rows):
-        labels = iter(heads)
-        rows[place] = re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{next(labels, "")}"', row)
+    rows = [_row(each, heads) for each in re.split(r"(?=<tr>)", table)]
     return "".join(rows).replace("<table>", '<table data-cards="">', 1)
+
+
+def _row(row: str, heads: list[str]) -> str:
+    labels = iter(heads)
+    return re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{next(labels, "")}"', row)
 
 
 def _admonition(alert: re.Match[str]) -> str:
