@@ -265,6 +265,23 @@ def test_the_end_of_a_background_agent_adopts_what_its_killed_tool_has_changed(
     assert calls(project) == [("bash", "committed", ["mine.txt"])]
 
 
+def test_a_sub_agent_in_the_background_that_no_hook_hears_of_is_recorded_until_the_turn_ends(
+    project: Path,
+):
+    def tell(event: str, **more: Any) -> None:
+        told = {"event": event, "session_id": "s1", "working_dir": str(project), **more}
+        done = wink("hook", "run", "goose", cwd=project, stdin=json.dumps(told))
+        assert (done.returncode, done.stderr) == (0, "")
+
+    task = {"tool_name": "delegate", "tool_input": {"instructions": "-", "async": True}}
+    tell("PreToolUse", **task)
+    tell("PostToolUse", **task, tool_output="it works in the background")
+    (project / "mine.txt").unlink()
+    tell("Stop")
+
+    assert calls(project) == [("delegate", "committed", ["mine.txt"])]
+
+
 # What WINK itself changes while a tool runs
 
 

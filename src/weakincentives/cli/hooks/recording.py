@@ -45,8 +45,8 @@ _NOTED = 2_000
 _TITLE = 60
 """Characters of a prompt that a run is named after."""
 _NO_END = (
-    "It was cancelled, or denied by the person: there was no event at its end. This is all that "
-    "changed in the directory until the next event."
+    "There was no event at its end: it was cancelled, denied by the person, or went on in the "
+    "background. This is all that changed in the directory until the next event."
 )
 
 
