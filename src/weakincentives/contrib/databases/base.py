@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from weakincentives.contrib.databases.noted import remember
 from weakincentives.core.call import current_view, new_id, transaction_under_way
 from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.logs import get_logger
@@ -388,8 +389,6 @@ class Database(Participant, ABC):
             return
         for _, each in around.lineage[0].participants:
             if isinstance(each, HostFilesystem) and each.store not in log.noted:
-                from weakincentives.contrib.databases.known import remember
-
                 remember(each.store, self.address)
                 log.noted.add(each.store)
 
