@@ -237,6 +237,35 @@ def _run_rows(results: dict) -> Iterator[tuple[str, ...]]:
         )
 
 
+def _pace_rows(row: dict) -> Iterator[tuple[str, ...]]:
+    over = row["over"]
+    others = (
+        f"{name.replace('_', ' ')} {_time(over[name]['wall_p10'])}"
+        for name in ("bubblewrap_alone", "sandlock_command", "sandlock_copy")
+        if name in over
+    )
+    pace = f"{_time(row['rest'] * 1e6)} of rest" if row["rest"] else "back to back"
+    parts = (
+        ("", over["command"], "sandboxed command, over bare", "over bare", ", ".join(others)),
+        (
+            ": overlay and commit",
+            row["overlay_and_commit"],
+            "command with overlay, over none",
+            "over the same namespaces without an overlay",
+            "",
+        ),
+    )
+    for what, more, target, of, beside in parts:
+        yield (
+            f"a sandboxed command, {row['engine']}, {pace}{what}",
+            f"**{_time(more['wall_p10'])}** p10, {_time(more['wall'])} median {of}",
+            "-",
+            f"≤ {_time(TARGETS[target])} more",
+            _holds(more["wall"], more["wall_p10"], TARGETS[target]),
+            beside,
+        )
+
+
 def _sandbox_rows(results: dict) -> Iterator[tuple[str, ...]]:
     starts = {row["engine"]: row for row in _ours(results, "sandbox", "sandbox start")}
     for row in _ours(results, "sandbox", "sandbox command"):
@@ -252,6 +281,8 @@ def _sandbox_rows(results: dict) -> Iterator[tuple[str, ...]]:
             _holds(kept - bare, kept - bare, limit) if is_default else "-",
             "",
         )
+    for row in _ours(results, "sandbox", "sandbox pace"):
+        yield from _pace_rows(row)
     for engine, row in starts.items():
         if "cannot_run" in row:
             yield f"a sandboxed command, {engine}", row["cannot_run"], "-", "-", "-", ""

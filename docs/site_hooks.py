@@ -46,6 +46,7 @@ COMMANDS = "commands.md"
 
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\]\(([\w/]+\.md)\)")
+INSTALL = re.compile(r"<!-- install: [^>]* -->(.*?)<!-- end of install -->", re.DOTALL)
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -129,9 +130,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Return the page with the links that lead out of docs/ put right."""
     here = page.file.src_uri
     source = next((source for source, name in PAGES.items() if name == here), f"docs/{here}")
+    markdown = INSTALL.sub(lambda _: _install(), markdown)
     parts = FENCED.split(markdown)
     parts[::2] = [LINK.sub(lambda link: _mended(link, source, here), part) for part in parts[::2]]
     return "".join(parts)
+
+
+def _install() -> str:
+    """Return how to install it: that is written once, in the README."""
+    found = INSTALL.search((ROOT / "README.md").read_text())
+    assert found is not None
+    return found.group(1).strip()
 
 
 def _mended(link: re.Match[str], source: str, here: str) -> str:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -295,6 +296,21 @@ def test_llms_txt_names_every_page_and_no_other():
     )
 
     assert sorted(named) == sorted([*PAGES, *OUTSIDE])
+
+
+def test_llms_txt_names_every_extra_and_no_other():
+    line = next(each for each in (ROOT / "llms.txt").read_text().splitlines() if "Extras: " in each)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = set(extras["optional-dependencies"]) - {"dev", "tests", "vendors"}
+
+    assert set(re.findall(r"`([a-z-]+)`", line.partition("Extras: ")[2])) == own
+
+
+def test_how_to_install_it_is_written_once():
+    pages = ["README.md", "llms.txt", *PAGES]
+    found = [page for page in pages if "-m venv" in (ROOT / page).read_text()]
+
+    assert found == ["README.md"]
 
 
 def test_llms_txt_starts_as_the_home_page_does():

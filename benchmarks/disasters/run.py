@@ -120,13 +120,6 @@ def _kept(results: list[dict[str, Any]]) -> str:
     return f"kept {sum(kept)} times of {len(kept)}"
 
 
-def _with(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    ways = {**old["ways"], **new["ways"]}
-    both = [each for each in old["results"] if each["way"] not in new["ways"]] + new["results"]
-    both.sort(key=lambda each: list(ways).index(each["way"]))
-    return {**old, "ways": ways, "results": both}
-
-
 def _one_per_line(results: dict[str, Any]) -> str:
     lines = [json.dumps(each) for each in results["results"]]
     head = json.dumps({**results, "results": []}, indent=1)
@@ -149,8 +142,8 @@ def readme(text: str, results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="a way, by a part of its name")
-    parser.add_argument("--accident", type=int, help="one of them, from 1")
+    parser.add_argument("--only", help="a way, by a part of its name: print only")
+    parser.add_argument("--accident", type=int, help="one of them, from 1: print only")
     parser.add_argument("--print", action="store_true", help="the table of the last results")
     options = parser.parse_args()
     if options.print:
@@ -160,6 +153,7 @@ def main() -> None:
     accidents = ACCIDENTS if not options.accident else ACCIDENTS[options.accident - 1 :][:1]
     results: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "began": f"{datetime.now(UTC):%H:%M:%S}",
         "ways": {},
         "accidents": {each.name: [each.command, each.reported] for each in accidents},
         "results": [],
@@ -177,11 +171,10 @@ def main() -> None:
                 result = {"accident": accident.name, "way": kind.name, "error": str(error)[-300:]}
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+            result["ended"] = f"{datetime.now(UTC):%H:%M:%S}"
             results["results"].append(result)
             print(_cell(result), file=sys.stderr)
-    if options.only and not options.accident and RESULTS.exists():  # these ways again
-        results = _with(json.loads(RESULTS.read_text()), results)
-    if not options.accident:
+    if not options.accident and not options.only:  # the table is always of one run
         RESULTS.write_text(_one_per_line(results) + "\n")
         README.write_text(readme(README.read_text(), results))
     print(table(results))

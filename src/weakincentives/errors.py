@@ -344,8 +344,26 @@ def install_command(extra: str) -> str:
 
         about: dict[str, Any] = note.get("dir_info", {})
         editable = "--editable " if about.get("editable") else ""
-        return f"pip install {editable}{shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
-    return f"pip install '{source}[{extra}]'"
+        source = unquote(urlsplit(url).path)
+        return f"{_pip_install()} {editable}{shlex.quote(f'{source}[{extra}]')}"
+    return f"{_pip_install()} '{source}[{extra}]'"
+
+
+def _pip_install() -> str:
+    """Return how to install for this Python, whose pip need not be the one on the path."""
+    import shlex
+    import shutil
+    import sys
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    python = Path(sys.executable)
+    found = shutil.which("pip")
+    if found is not None and Path(found).parent == python.parent:
+        return "pip install"
+    if find_spec("pip") is None and shutil.which("uv"):
+        return f"uv pip install --python {shlex.quote(str(python))}"
+    return f"{shlex.quote(str(python))} -m pip install"
 
 
 class QueryError(WinkError):

@@ -81,7 +81,24 @@ def test_the_words_after_the_program_are_the_program_s(project: Path):
     done = wink("exec", "ls", "--help", cwd=project)
 
     assert "Usage: ls" in done.stdout
-    assert wink("exec", "no-such-program", cwd=project).returncode == 127
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("no-such-program", 127, "there is no program 'no-such-program' on the PATH"),
+        ("./no-such-program", 127, "there is no program './no-such-program'"),
+        ("./a.txt", 126, "./a.txt cannot be executed"),
+        ("", 2, "name a program: wink exec -- COMMAND"),
+    ],
+)
+def test_what_cannot_be_started_is_one_line_and_not_recorded(
+    project: Path, name: str, code: int, said: str
+):
+    done = wink("exec", "--", name, cwd=project)
+
+    assert (done.returncode, done.stderr) == (code, f"wink: {said}\n")
+    assert calls(project) == []
 
 
 def test_a_name_that_is_no_text_reaches_the_program_and_the_record(project: Path):

@@ -285,3 +285,27 @@ def test_an_answer_counts_once_and_for_its_call_only():
         -32602,
     ]
     assert files.read("a.txt") == "one\n"
+
+
+def test_an_answer_that_another_client_sends_does_not_use_up_the_question():
+    files = MemoryFilesystem()
+    server = server_of(files)
+    yes = {"approval": ElicitResult(action="accept", content={"answer": "yes"})}
+
+    async def run() -> None:
+        other = Implementation(name="another", version="1")
+        async with (
+            asyncio.timeout(240),
+            Client(server.protocol, elicitation_callback=User()) as c,
+            Client(server.protocol, elicitation_callback=User(), client_info=other) as thief,
+        ):
+            asked = await c.session.call_tool("write_file", A, allow_input_required=True)
+            answer = {"input_responses": yes, "request_state": asked.request_state}
+            with pytest.raises(MCPError):
+                await thief.session.call_tool("write_file", A, **answer)
+            assert not files.exists("a.txt")
+            assert not (await c.session.call_tool("write_file", A, **answer)).is_error
+
+    with server:
+        asyncio.run(run())
+    assert files.exists("a.txt")

@@ -127,6 +127,11 @@ def test_clients_that_are_connected_at_once_undo_only_their_own_calls(tmp_path: 
             403,
             "Origin header not allowed",
         ),
+        (
+            {"Authorization": f"Bearer {TOKEN}", "Host": "evil.example@127.0.0.1"},
+            403,
+            "Host header not allowed",
+        ),
         ({"Authorization": f"Bearer {TOKEN}", "Origin": "null"}, 403, "Origin header not allowed"),
         ({"Authorization": f"Bearer {TOKEN}", "Origin": "http://localhost:1"}, 400, ""),
         ({"Authorization": f"bearer {TOKEN}"}, 400, ""),

@@ -231,10 +231,11 @@ def test_long_lists_come_in_pages():
 
 
 @ERAS
-def test_an_invalid_cursor_is_an_error(mode: Mode):
+@pytest.mark.parametrize("cursor", ["x", "-1", "²", "9" * 5000])
+def test_an_invalid_cursor_is_an_error(mode: Mode, cursor: str):
     async def work(client: Client) -> int:
         with pytest.raises(MCPError) as caught:
-            await client.list_tools(cursor="x")
+            await client.list_tools(cursor=cursor)
         return caught.value.code
 
     assert use(workspace(MemoryFilesystem()), work, mode) == -32602

@@ -2,6 +2,9 @@
 
 Without namespaces: Landlock and seccomp. ``copy`` is with its copy-on-write layer, committed at the
 end, which is the nearest to what ours does.
+
+``--serve WAY DIRECTORY`` runs one for each line of its input, and prints how long it took: so
+``sandbox.py`` measures it in turn with ours.
 """
 
 import json
@@ -36,23 +39,40 @@ def figures(taken):
     return {"wall": round(middle * 1e6, 1), "wall_p10": round(tenth * 1e6, 1)}
 
 
+def ways_in(root):
+    return {
+        "bare": lambda: bare(root),
+        "command": lambda: confined(root),
+        "copy": lambda: confined(root, workdir=root, on_exit=BranchAction.COMMIT),
+    }
+
+
+def timed(way):
+    began = time.perf_counter()
+    way()
+    return time.perf_counter() - began
+
+
+def serve(name, root):
+    way = ways_in(root)[name]
+    for _ in sys.stdin:
+        print(timed(way), flush=True)
+
+
 def main():
     with tempfile.TemporaryDirectory() as root:
-        ways = {
-            "bare": lambda: bare(root),
-            "command": lambda: confined(root),
-            "copy": lambda: confined(root, workdir=root, on_exit=BranchAction.COMMIT),
-        }
+        ways = ways_in(root)
         for rest in (0.0, 0.015):
             taken = {name: [] for name in ways}
             for _ in range(TIMES):
                 for name, way in ways.items():
                     time.sleep(rest)
-                    began = time.perf_counter()
-                    way()
-                    taken[name].append(time.perf_counter() - began)
+                    taken[name].append(timed(way))
             row = {name: figures(each) for name, each in taken.items()}
             print(json.dumps({"what": "sandlock pace", "rest": rest, **row}), flush=True)
 
 
-main()
+if "--serve" in sys.argv:
+    serve(*sys.argv[-2:])
+else:
+    main()

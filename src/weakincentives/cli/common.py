@@ -145,7 +145,7 @@ def last_run(workspace: Path) -> Run:
 
     for run in reversed(runs_of(workspace)):
         return run
-    raise Misuse(f'no runs in {workspace} yet; start one: wink run "..."')
+    raise Misuse(f"no runs in {workspace} yet: `wink` alone says how to begin")
 
 
 def open_workspace(

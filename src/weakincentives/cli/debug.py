@@ -142,10 +142,13 @@ def export(
 
     directory = existing_directory(workspace)
     found = last_run(directory) if run is None else find_run(directory, run)
+    file = Path(f"{found.id}.html") if output is None else output
+    if not file.parent.is_dir():
+        raise Misuse(f"there is no directory {file.parent} to write {file.name} to")
     done = export_run(
         directory,
         found,
-        Path(f"{found.id}.html") if output is None else output,
+        file,
         max_size=round(max_size * 1_000_000),
         changed_only=changed_only,
         force=force,

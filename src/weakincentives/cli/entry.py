@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import site
 import sys
 from collections.abc import Sequence
@@ -179,16 +180,29 @@ def _run_command(arguments: Sequence[str] | None, words: Sequence[str]) -> int:
         if message.startswith("Usage:"):  # a group without a command: this is its help
             typer.echo(message)
             sys.exit(2)
-        _fail(f"{message.removesuffix('.')}; see: {_help_of(error)}", 2)
+        _fail(f"{_worded(message)}; see: {_help_of(error, words)}", 2)
     except typer.Abort:
         _fail("interrupted", 130)
 
 
-def _help_of(error: typer.TyperException) -> str:
+def _worded(message: str) -> str:
+    """Return an error of the parser in our words."""
+    extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.+)\)", message)
+    if extra is not None:
+        words = extra[1]
+        return f"unexpected argument{'s' if ' ' in words else ''}: {words}"
+    said, question, name = message.removesuffix(".").partition(". Did you mean ")
+    return f"{said}: did you mean {name}" if question else said
+
+
+def _help_of(error: typer.TyperException, words: Sequence[str]) -> str:
     """Return how to show the help of the command that was used wrongly."""
     context = getattr(error, "ctx", None)
-    command = "wink" if context is None else f"wink {context.command_path.partition(' ')[2]}"
-    return f"{command.strip()} --help"
+    if context is not None:
+        return f"wink {context.command_path.partition(' ')[2]} --help".replace("  ", " ")
+    known = {name for names in SECTIONS.values() for name in names}
+    named = [" ".join(words[:2]), *words[:1]]  # an option without its value has no context
+    return " ".join(["wink", *[each for each in named if each in known][:1], "--help"])
 
 
 def _fail(message: str, code: int) -> NoReturn:

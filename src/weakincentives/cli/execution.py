@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -79,6 +80,10 @@ def execute(
     if asks and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise Misuse("--ask needs a terminal to ask at; add --yes to commit without asking")
     workspace = existing_directory(workspace)
+    refused = _cannot_start(command[0], workspace)
+    if refused is not None:
+        say(refused[1])
+        return refused[0]
     settings = _settings(workspace, policy)
     words = [os.fsencode(word).decode(errors="backslashreplace") for word in command]
     about = {"kind": "exec", "title": title or shlex.join(words)}
@@ -98,6 +103,22 @@ def execute(
             except KeyboardInterrupt:
                 say(f"stopped: its changes are rolled back{program.how_to_restore}")
                 return 128 + (signals.stopped_by or signal.SIGINT)
+
+
+def _cannot_start(name: str, workspace: Path) -> tuple[int, str] | None:
+    """Return why a program cannot be started, after the exit code that shells have for it."""
+    if not name:
+        raise Misuse("name a program: wink exec -- COMMAND")
+    here = Path.cwd()
+    place = (here if here.is_relative_to(workspace) else workspace) / name
+    if "/" not in name:
+        if shutil.which(name) is None:
+            return 127, f"there is no program {name!r} on the PATH"
+    elif not os.path.lexists(place):
+        return 127, f"there is no program {name!r}"
+    elif not os.access(place, os.X_OK) or place.is_dir():
+        return 126, f"{name} cannot be executed"
+    return None
 
 
 def _settings(workspace: Path, policy: Sequence[str] | None) -> Settings | None:

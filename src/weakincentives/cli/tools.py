@@ -139,6 +139,9 @@ def trust(
     from weakincentives.cli.trust import APPROVE, is_interactive, trust_of
 
     settings = load_settings(workspace)
+    for each in files or ():
+        if not each.is_file():
+            raise Misuse(f"there is no file {each}")
     approvals = trust_of(settings.workspace)
     found = approvals.missing(settings, files or ())
     if not found:

@@ -97,7 +97,8 @@ def foreign(headers: Headers, names: tuple[str, ...], port: int | None = None) -
 def _place_in(url: str) -> tuple[str | None, int | None]:
     try:
         parts = urlsplit(url)
-        return parts.hostname, parts.port
+        # A header has no user name: `Host: evil.example@127.0.0.1` names no place.
+        return (None, None) if "@" in parts.netloc else (parts.hostname, parts.port)
     except ValueError:
         return None, None
 

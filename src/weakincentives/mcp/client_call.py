@@ -60,12 +60,17 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=BaseModel)
 
 _MISSING_CAPABILITY = -32021
-_IN_ANSWER_SINCE = "2026-07-28"
+_NEWEST_ERA = "2026-07-28"
 _PATIENCE = 300.0
 """Seconds that a client has to answer while the call waits: over HTTP it can vanish unnoticed."""
 
 client_call: ContextVar[ClientCall | None] = ContextVar("client_call", default=None)
 """The call of a client that is under way."""
+
+
+def is_newest_era(version: str) -> bool:
+    """Whether each request stands alone: no handshake, and what it asks is its answer."""
+    return is_version_at_least(version, _NEWEST_ERA)
 
 
 def patience() -> float:
@@ -87,13 +92,21 @@ class _Asked(NamedTuple):
     answer_type: type[BaseModel]
 
 
+class WaitingCall(NamedTuple):
+    """What is kept of a call that waits for its client's answers: not its arguments."""
+
+    id: str
+    asked: Mapping[str, _Asked]
+    answers: Mapping[str, BaseModel]
+
+
 class ClientCall(Caller):
     """A call of a client, with what the client has answered before."""
 
     def __init__(
         self,
         request: ServerRequestContext,
-        earlier: ClientCall | None = None,
+        earlier: WaitingCall | None = None,
         responses: Mapping[str, Any] | None = None,
         reports: Reports | None = None,
     ) -> None:
@@ -109,7 +122,7 @@ class ClientCall(Caller):
         self._unasked = {} if earlier is not None else dict(responses or {})
         """Responses that came with the first request: the client knows the tool's keys."""
         if earlier is not None:
-            self._answers |= earlier._answers
+            self._answers |= earlier.answers
             for key, asked in earlier.asked.items():
                 answer = _read(asked.answer_type, (responses or {}).get(key))
                 if answer is not None:
@@ -140,7 +153,7 @@ class ClientCall(Caller):
     @property
     def is_repeated(self) -> bool:
         """Whether the client repeats a call with its answers, instead of answering meanwhile."""
-        return is_version_at_least(self.client.protocol_version, _IN_ANSWER_SINCE)
+        return is_newest_era(self.client.protocol_version)
 
     # What a handler asks
 
@@ -238,6 +251,9 @@ class ClientCall(Caller):
 
     def _forget(self, request: Any) -> None:
         self._answers.pop(_identity(_wire(request)), None)
+
+    def waiting(self) -> WaitingCall:
+        return WaitingCall(self.id, self.asked, self._answers)
 
     def input_required(self, state: str) -> dict[str, Any]:
         """Return the answer to a call that waits, in the wire format."""

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from weakincentives import __version__
 from weakincentives.adapters.media import mcp_block
@@ -14,7 +15,7 @@ from weakincentives.core.call import RunContext, ToolCall, new_id
 from weakincentives.core.logs import get_logger
 from weakincentives.errors import MissingExtra, PromptRenderError, ToolDefinitionError
 from weakincentives.filesystem import Filesystem
-from weakincentives.mcp.client_call import ClientCall
+from weakincentives.mcp.client_call import ClientCall, WaitingCall, is_newest_era
 from weakincentives.mcp.reports import Reports, set_level
 from weakincentives.mcp.server_client import Offered, ServedClient, Service, paths_in
 from weakincentives.mcp.server_prompts import (
@@ -200,7 +201,7 @@ class McpServer:
         self._clients: OrderedDict[tuple[str, str], list[ServedClient]] = OrderedDict()
         self._bus = InMemorySubscriptionBus()
         self._notices: set[asyncio.Task[None]] = set()
-        self._waiting: dict[str, tuple[ServedClient, ClientCall]] = {}
+        self._waiting: dict[str, tuple[ServedClient, WaitingCall]] = {}
         """The calls that wait for an answer of their client's user."""
         self._listen = ListenHandler(self._bus)
         self.protocol: Server[Any] = _Protocol(
@@ -278,7 +279,8 @@ class McpServer:
         key = name, authenticated_principal(request) or ""
         same = self._clients.setdefault(key, [])
         self._clients.move_to_end(key)
-        lasts = connection.has_standalone_channel
+        # In the newest era each request is a connection of its own, on whatever channel.
+        lasts = connection.has_standalone_channel and not is_newest_era(connection.protocol_version)
         client = next((each for each in same if not (lasts and each.is_connected)), None)
         if client is None:
             client = self._new_client(" ".join(filter(None, key)))
@@ -591,9 +593,10 @@ class McpServer:
         client, earlier = self._client_of(request), None
         if params.request_state is not None:
             # A call that waited for its user comes again, once: with what they have answered.
-            owner, earlier = self._waiting.pop(params.request_state, (None, None))
+            owner, earlier = self._waiting.get(params.request_state, (None, None))
             if earlier is None or owner is not client:
                 raise MCPError(INVALID_PARAMS, "Invalid or expired requestState")
+            del self._waiting[params.request_state]
         reports = Reports(request)
         made = ClientCall(request, earlier, params.input_responses, reports)
         call = ToolCall(name, arguments, made.id)
@@ -606,7 +609,7 @@ class McpServer:
         if not made.asked or code != SUSPENDED:
             return answer(tool, result, text)
         state = new_id()
-        self._waiting[state] = client, made
+        self._waiting[state] = client, made.waiting()
         for oldest in list(self._waiting)[:-_MOST_WAITING]:
             del self._waiting[oldest]
         return made.input_required(state)
@@ -631,13 +634,21 @@ _TOLD: Mapping[type, Callable[[Any, Any], Coroutine[Any, Any, None]]] = {
 }
 
 
+_ids_of_channels: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+
+
 async def _refuse_ids_in_use(ctx: ServerRequestContext, call_next: CallNext) -> HandlerResult:
     """Refuse a request whose id another one of its connection has: it would get that answer."""
     if ctx.request_id is None:
         return await call_next(ctx)
     # There is no public way to the connection, which outlives the request.
     connection = ctx.session._connection  # pyright: ignore[reportPrivateUsage]
-    ids: set[str] = connection.state.setdefault(_IDS, set())
+    if not is_newest_era(connection.protocol_version):
+        ids: set[str] = connection.state.setdefault(_IDS, set())
+    elif connection.has_standalone_channel:  # several requests share one channel
+        ids = _ids_of_channels.setdefault(connection.outbound, set())
+    else:
+        return await call_next(ctx)
     name = str(ctx.request_id)  # "7" and 7 are one for the transports, too
     if name in ids:
         raise MCPError(INVALID_REQUEST, f"another request has the id {name}")
@@ -697,7 +708,8 @@ def _cursor(params: PaginatedRequestParams | None) -> str:
 def _page(items: Sequence[T], params: PaginatedRequestParams | None) -> tuple[Sequence[T], Any]:
     """Return the items of a page, and where the next one begins; None if there is none."""
     cursor = _cursor(params) or "0"
-    if not (cursor.isascii() and cursor.isdigit()) or not 0 <= int(cursor) <= len(items):
+    is_number = cursor.isascii() and cursor.isdigit() and len(cursor) < 10
+    if not is_number or int(cursor) > len(items):
         raise MCPError(INVALID_PARAMS, "invalid cursor")
     start = int(cursor)
     end = start + _PAGE

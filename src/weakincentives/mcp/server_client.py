@@ -176,7 +176,12 @@ class ServedClient:
         )
         if self.undo is not None:
             self.undo.before(call, offer, context)
-        result = await self._result(call, context)
+        try:
+            result = await self._result(call, context)
+        except BaseException:  # cancelled
+            if self.undo is not None:
+                self.undo.abandon(call)
+            raise
         may_have_changed = result.success and offer is not None and offer.tool.reach != "read"
         # Before the next call, but after the answer.
         asyncio.get_running_loop().call_soon(self._settle, call, result, settled, may_have_changed)

@@ -266,8 +266,19 @@ class UndoTools:
             for other in self._running:
                 self._points[other].is_shared = True
             self._running.add(call.id)
-            if len(self._points) > _MAX_POINTS:
-                self._points.popitem(last=False)
+            self._trim()
+
+    def _trim(self) -> None:
+        """Forget the oldest points, but not those of calls under way."""
+        too_many = len(self._points) - _MAX_POINTS
+        ended = (call_id for call_id in self._points if call_id not in self._running)
+        for call_id in list(islice(ended, max(too_many, 0))):
+            del self._points[call_id]
+
+    def abandon(self, call: ToolCall) -> None:
+        """Forget a call that ended without a result: it was cancelled, and is rolled back."""
+        self._running.discard(call.id)
+        self._points.pop(call.id, None)
 
     def after(self, call: ToolCall, result: ToolResult[Any]) -> None:
         """Note whether the call has changed the state; forget a failed call."""

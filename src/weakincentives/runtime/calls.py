@@ -821,7 +821,7 @@ def _unrecorded(committed: Committed, branch: str = "") -> Call:
 
 
 def _only_in_database(found: CallRows) -> Call:
-    return Call(call_id=found.call_id, tool="", time=found.at)
+    return Call(call_id=found.call_id, tool=found.tool, time=found.at)
 
 
 def _first_line(error: Exception) -> str:

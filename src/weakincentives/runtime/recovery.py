@@ -146,8 +146,10 @@ def redo_in_databases(
     redos: list[Redo] = []
     unknown: list[tuple[KeptCall, str]] = []
     by_title = {each.title: each for each in databases}
-    for database in databases:
-        for kept in database.kept(saved.file_id):
+    # All of them first: each waits for what the killed process was still doing there.
+    all_kept = [(each, each.kept(saved.file_id)) for each in databases]
+    for database, of_calls in all_kept:
+        for kept in of_calls:
             if kept.call_id in saved.index.made:
                 continue  # it is saved; the next call of the session forgets it
             if missing := [title for title in kept.later if title not in by_title]:

@@ -33,7 +33,9 @@ class CallRows:
     """A call that committed in a database."""
 
     call_id: str
-    at: float
+    tool: str = ""
+    """Empty for an undo."""
+    at: float = 0.0
     """When, in unix seconds."""
     undoes: tuple[str, ...] = ()
     """The ids of the calls whose rows it undid."""
@@ -83,7 +85,7 @@ class RowHistory(Protocol):
         ...
 
     def calls(self) -> Sequence[CallRows]:
-        """Return the calls that committed in it, oldest first."""
+        """Return the calls of its workspace, or all calls, that committed in it, oldest first."""
         ...
 
     def changes(self, call_ids: Iterable[str]) -> Mapping[str, Sequence[RowChange]]:

@@ -650,6 +650,21 @@ etc.unlink()
 assert said("test -e /etc/os-release || echo none") == "none\\n"
 etc.write_text("three")
 assert said("cat /etc/os-release") == "three"
+middle = Path(sys.argv[1]).with_name("links") / "middle"
+middle.parent.mkdir()
+middle.symlink_to(sys.argv[2])
+link(middle)
+assert [said("cat /etc/os-release") for _ in range(3)] == ["one"] * 3
+middle.with_name("later").symlink_to(sys.argv[3])
+middle.with_name("later").replace(middle)
+assert [said("cat /etc/os-release") for _ in range(2)] == ["two"] * 2
+certificates = Path("/etc/pki/tls/certs")
+if not certificates.exists():
+    certificates.parent.mkdir(parents=True, exist_ok=True)
+    look = "test -e /etc/pki/tls/certs || echo none"
+    assert [said(look) for _ in range(3)] == ["none\\n"] * 3
+    certificates.mkdir()
+    assert said(look) == ""
 files.close()
 print("end")
 """

@@ -23,8 +23,9 @@ def record(agent: str, workspace: Path | None = None) -> None:
         event = adapter.read(json.loads(sys.stdin.buffer.read()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Misuse(
-            f"expected a hook's JSON object on standard input ({error!r}); {adapter.title} starts"
-            f" this: see wink hook install {adapter.program} --print"
+            f"expected an event of {adapter.title} as a JSON object on standard input"
+            f" ({_named(error)}); it starts this itself: see wink hook install"
+            f" {adapter.program} --print"
         ) from error
     if event is None:
         return
@@ -33,3 +34,10 @@ def record(agent: str, workspace: Path | None = None) -> None:
     said = adapter.write(event.kind, answer(adapter, event))
     if said:
         echo(json.dumps(said))  # ASCII: other characters are escaped
+
+
+def _named(error: Exception) -> str:
+    """Return what is wrong with an event."""
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    return str(error) if isinstance(error, ValueError) else "it is no such object"

@@ -23,7 +23,7 @@ from weakincentives.core.call import current_view, new_id, transaction_under_way
 from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.logs import get_logger
 from weakincentives.errors import ResourceError, ViewClosed, WinkError
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import Branch, HostFilesystem
 from weakincentives.session.participant import Participant
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class Work(ABC):
         """Whether a handler that could not be stopped has to clean up."""
         self.call_id = ""
         """The call whose rows are recorded; empty for a block outside of calls."""
-        self.session_id = ""
+        self.session_id = self.tool = ""
+        self.workspace = ""
+        """The workspace in which it is listed."""
         self.undoes: Sequence[str] = ()
         """The calls whose rows it undoes."""
         self.is_recorded = False
@@ -139,6 +141,8 @@ class Database(Participant, ABC):
         self._lock = threading.RLock()
         self._commits = [0]
         """How many transactions were committed; one list for the database and its views."""
+        self.workspace = ""
+        """The workspace whose calls are listed and undone; empty for those of all."""
         self._log: RowLog | None = None
 
     @property
@@ -310,7 +314,7 @@ class Database(Participant, ABC):
             if parent._work is None:
                 work.begin(self)
                 if work.call_id and self.read_only is None and self._log is not None:
-                    work.is_recorded = self._log.begin(work)
+                    work.is_recorded = self._log.begin(work, self._tell_workspace)
                 if self._sealed is not None:  # while it waited
                     work.rollback()
                     work.end()
@@ -343,7 +347,7 @@ class Database(Participant, ABC):
             around: Any = transaction_under_way.get()
             if around is not None and not around.settled:
                 outermost = around.lineage[0]
-                work.call_id = outermost.call.id
+                work.call_id, work.tool = outermost.call.id, outermost.call.name
                 work.session_id = outermost.base.session_id
         view._work = work
         view._lock = work.lock
@@ -375,22 +379,24 @@ class Database(Participant, ABC):
                     work.rollback()
                 else:
                     if work.is_recorded and self._log is not None:
-                        self._log.finish(work)
-                        self._tell_workspace(self._log)
+                        self._log.finish(work, self._tell_workspace)
                     work.commit()
                 self._commits[0] += 1
             view._has_begun = False
             work.end()
 
-    def _tell_workspace(self, log: RowLog) -> None:
-        """Have the workspace of the call know this database, so that `wink log` shows its rows."""
+    def _tell_workspace(self) -> str:
+        """Have the workspace of the call know this database, and return its identity if any."""
         around: Any = transaction_under_way.get()
         if around is None or self.address is None:
-            return
+            return self.workspace
         for _, each in around.lineage[0].participants:
-            if isinstance(each, HostFilesystem) and each.store not in log.noted:
-                remember(each.store, self.address)
-                log.noted.add(each.store)
+            if isinstance(each, (HostFilesystem, Branch)):
+                noted = self._row_log.noted
+                if each.store not in noted:
+                    noted[each.store] = remember(each.store, self.address)
+                return noted[each.store]
+        return self.workspace
 
     def commit_with(self, redo: Callable[[], Any]) -> None:
         if self._work is not None:

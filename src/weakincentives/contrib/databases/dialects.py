@@ -23,6 +23,7 @@ from weakincentives.contrib.databases.row_log import (
     Table,
 )
 from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.errors import ResourceError
 
 if TYPE_CHECKING:
     from weakincentives.contrib.databases.base import Work
@@ -34,6 +35,17 @@ _KEPT = (
     " text NOT NULL, tool text NOT NULL, redo text NOT NULL, files integer NOT NULL, later text NOT"
     " NULL, PRIMARY KEY (session, starts, call_id))"
 )
+
+
+def _call(work: Work) -> dict[str, Any]:
+    return {
+        "call_id": work.call_id,
+        "tool": work.tool,
+        "session": work.session_id,
+        "workspace": work.workspace,
+        "at": SYSTEM_CLOCK.time(),
+        "undoes": json.dumps(work.undoes) if work.undoes else None,
+    }
 
 
 def _quoted(name: str) -> str:
@@ -48,14 +60,17 @@ def _text(value: str) -> str:
 
 
 class SqliteDialect(Dialect):
+    def wait(self, work: Work, session: str, patience: float) -> None:
+        """A transaction is part of its process, and ends with it."""
+
     def exists(self, work: Work) -> bool:
         return bool(work.ask("SELECT 1 FROM sqlite_master WHERE name = :name", name=CALLS))
 
     def create(self, work: Work) -> None:
         work.run(
             f"CREATE TABLE IF NOT EXISTS {CALLS} (number INTEGER PRIMARY KEY AUTOINCREMENT, call_id"
-            " TEXT NOT NULL, session_id TEXT NOT NULL, at REAL NOT NULL, undoes TEXT, is_open"
-            " INTEGER, schema INTEGER)"
+            " TEXT NOT NULL, tool TEXT NOT NULL, session_id TEXT NOT NULL, workspace TEXT NOT NULL,"
+            " at REAL NOT NULL, undoes TEXT, is_open INTEGER, schema INTEGER)"
         )
         work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
         work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_open ON {CALLS} (is_open) WHERE is_open = 1")
@@ -148,16 +163,14 @@ class SqliteDialect(Dialect):
             for event in _EVENTS:
                 work.run(f"DROP TRIGGER IF EXISTS {_quoted(f'wink_{kind}_{event}_{table}')}")
 
-    def begin(self, work: Work, call_id: str, session: str, undoes: Sequence[str]) -> None:
+    def begin(self, work: Work) -> None:
         # A REPLACE deletes rows without this, and no trigger is told.
         work.run("PRAGMA recursive_triggers=1")
         work.ask(
-            f"INSERT INTO {CALLS} (call_id, session_id, at, undoes, is_open, schema) SELECT"
-            " :call_id, :session, :at, :undoes, 1, schema_version FROM pragma_schema_version",
-            call_id=call_id,
-            session=session,
-            at=SYSTEM_CLOCK.time(),
-            undoes=json.dumps(undoes) if undoes else None,
+            f"INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes, is_open,"
+            " schema) SELECT :call_id, :tool, :session, :workspace, :at, :undoes, 1, schema_version"
+            " FROM pragma_schema_version",
+            **_call(work),
         )
 
     def finish(self, work: Work) -> None:
@@ -314,14 +327,35 @@ END $wink$
 
 
 class PostgresDialect(Dialect):
+    while_under_way = (
+        "FROM (SELECT pg_advisory_xact_lock_shared(hashtextextended(CAST(:session AS text), 0)))"
+        " AS under_way"
+    )
+
+    def wait(self, work: Work, session: str, patience: float) -> None:
+        work.run(f"SET LOCAL lock_timeout = {max(1, int(1000 * patience))}")
+        try:
+            work.ask(
+                "SELECT CAST(pg_advisory_xact_lock(hashtextextended(CAST(:session AS text), 0)) AS"
+                " text)",
+                session=session,
+            )
+        except Exception as error:
+            if not work.lost_race:
+                raise
+            raise ResourceError(
+                "the last call of this session is still under way in the database, although its "
+                "process is gone: try again when it has ended"
+            ) from error
+
     def exists(self, work: Work) -> bool:
         return work.ask("SELECT to_regclass(:name) IS NOT NULL", name=CALLS)[0][0]
 
     def create(self, work: Work) -> None:
         work.run(
             f"CREATE TABLE IF NOT EXISTS {CALLS} (number bigint GENERATED ALWAYS AS IDENTITY"
-            " PRIMARY KEY, call_id text NOT NULL, session_id text NOT NULL, at double precision"
-            " NOT NULL, undoes text)"
+            " PRIMARY KEY, call_id text NOT NULL, tool text NOT NULL, session_id text NOT NULL,"
+            " workspace text NOT NULL, at double precision NOT NULL, undoes text)"
         )
         work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
         work.run(
@@ -416,15 +450,12 @@ class PostgresDialect(Dialect):
         for name in ("wink_row", "wink_other_new", "wink_other_changed"):
             work.run(f"DROP TRIGGER IF EXISTS {name} ON {table}")
 
-    def begin(self, work: Work, call_id: str, session: str, undoes: Sequence[str]) -> None:
+    def begin(self, work: Work) -> None:
         work.ask(
-            f"WITH made AS (INSERT INTO {CALLS} (call_id, session_id, at, undoes) VALUES (:call_id,"
-            " :session, :at, :undoes) RETURNING number) SELECT set_config('wink.call',"
-            " CAST(number AS text), true) FROM made",
-            call_id=call_id,
-            session=session,
-            at=SYSTEM_CLOCK.time(),
-            undoes=json.dumps(undoes) if undoes else None,
+            f"WITH made AS (INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes)"
+            " VALUES (:call_id, :tool, :session, :workspace, :at, :undoes) RETURNING number) SELECT"
+            " set_config('wink.call', CAST(number AS text), true) FROM made",
+            **_call(work),
         )
 
     def finish(self, work: Work) -> None:

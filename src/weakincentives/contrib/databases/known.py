@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from weakincentives.contrib.databases.noted import FOLDER
+from weakincentives.contrib.databases.noted import FOLDER, identity_of
 from weakincentives.core.logs import get_logger
 from weakincentives.filesystem.store import location_of
 
@@ -21,11 +21,16 @@ _logger = get_logger(__name__)
 
 
 def known_databases(workspace: Path) -> Sequence[RowHistory]:
-    """Return the databases that calls in a workspace changed; none of them is opened yet."""
+    """Return the databases that calls in a workspace changed; none of them is opened yet.
+
+    Each has the calls of this workspace only: others may use the same database.
+    """
+    store = location_of(workspace)
     found: list[Database] = []
-    for address in _addresses(location_of(workspace)):
+    for address in _addresses(store):
         try:
             found.append(_at(address))
+            found[-1].workspace = identity_of(store)
         except (ImportError, ValueError, OSError) as error:
             _logger.warning("a database is left out: %s", error)
     return cast("Sequence[RowHistory]", found)
@@ -59,6 +64,11 @@ def _at(address: Mapping[str, str]) -> Database:
     from sqlalchemy import create_engine
     from sqlalchemy.pool import NullPool
 
-    from weakincentives.contrib.databases.sql import SqlDatabase
+    from weakincentives.contrib.databases.sql import AsyncSqlDatabase, SqlDatabase
 
-    return SqlDatabase(create_engine(address["sqlalchemy"], poolclass=NullPool))
+    engine = create_engine(address["sqlalchemy"], poolclass=NullPool)
+    if engine.dialect.is_async:
+        from sqlalchemy.ext.asyncio import AsyncEngine
+
+        return AsyncSqlDatabase(AsyncEngine(engine))
+    return SqlDatabase(engine)

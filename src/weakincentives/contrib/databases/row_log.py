@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,6 +75,17 @@ class Planned:
 class Dialect(ABC):
     """How one kind of database records rows and puts them back."""
 
+    while_under_way = ""
+    """The end of a SELECT in a call's transaction, for whose end ``wait`` then waits."""
+
+    @abstractmethod
+    def wait(self, work: Work, session: str, patience: float) -> None:
+        """Wait until no transaction of a session's calls is under way; that of a killed one ends.
+
+        Raises:
+            ResourceError: One of them goes on for so many seconds.
+        """
+
     @abstractmethod
     def exists(self, work: Work) -> bool:
         """Whether the database has our tables."""
@@ -108,7 +119,7 @@ class Dialect(ABC):
         """Return the tables with triggers of ours, and whether they record rows."""
 
     @abstractmethod
-    def begin(self, work: Work, call_id: str, session: str, undoes: Sequence[str]) -> None:
+    def begin(self, work: Work) -> None:
         """Note the call whose transaction has begun."""
 
     @abstractmethod
@@ -182,20 +193,28 @@ class RowLog:
     dialect: Dialect
     is_there: bool | None = None
     """Whether the database has our tables; None before the first look."""
-    noted: set[Path] = field(default_factory=set[Path])
-    """The workspaces that know of the database."""
+    noted: dict[Path, str] = field(default_factory=dict[Path, str])
+    """The workspaces that know of the database, and their identities."""
 
     # In the transaction of a call
 
-    def begin(self, work: Work) -> bool:
+    def begin(self, work: Work, workspace: Callable[[], str]) -> bool:
         """Note the call whose transaction has begun, if that was requested."""
         if self.is_there is None:
             self.is_there = self.dialect.exists(work)
         if self.is_there:
-            self.dialect.begin(work, work.call_id, work.session_id, work.undoes)
+            work.workspace = workspace()
+            self.dialect.begin(work)
         return self.is_there
 
-    def finish(self, work: Work) -> None:
+    def finish(self, work: Work, workspace: Callable[[], str]) -> None:
+        if not work.workspace and (found := workspace()):  # it was opened by the call
+            work.ask(
+                f"UPDATE {CALLS} SET workspace = :workspace WHERE call_id = :call_id AND number ="
+                f" (SELECT max(number) FROM {CALLS} WHERE call_id = :call_id)",
+                workspace=found,
+                call_id=work.call_id,
+            )
         kept = None if work.keep is None else work.keep()
         if kept is not None:
             # What is saved meanwhile is no longer needed: there is one row for a session.
@@ -205,8 +224,10 @@ class RowLog:
                 saved=kept.saved,
             )
             work.ask(
-                f"INSERT INTO {KEPT} (session, starts, call_id, tool, redo, files, later) VALUES"
-                " (:session, :starts, :call_id, :tool, :redo, :files, :later)",
+                f"INSERT INTO {KEPT} (session, starts, call_id, tool, redo, files, later) SELECT"
+                " CAST(:session AS text), CAST(:starts AS bigint), CAST(:call_id AS text), CAST("
+                ":tool AS text), CAST(:redo AS text), CAST(:files AS integer), CAST(:later AS text)"
+                f" {self.dialect.while_under_way}",
                 session=kept.session,
                 starts=kept.at,
                 call_id=kept.call_id,
@@ -218,6 +239,10 @@ class RowLog:
         self.dialect.finish(work)
 
     def kept(self, database: Database, session: str) -> list[KeptCall]:
+        # The server may still be carrying out the last COMMIT of a process that was killed. What
+        # the next transaction sees is later.
+        with _at_work(database, read_only=True) as work:
+            self.dialect.wait(work, session, database.patience)
         with _at_work(database, read_only=True) as work:
             if not self._is_there(work):
                 return []
@@ -292,14 +317,21 @@ class RowLog:
         with _at_work(database, read_only=True) as work:
             if not self._is_there(work):
                 return []
+            here = database.workspace
+            where = "WHERE workspace = :here OR undoes IS NOT NULL" if here else ""
             found = work.ask(
-                f"SELECT call_id, at, undoes, (SELECT count(*) FROM {ROWS} r WHERE r.of_call ="
-                f" c.number) FROM {CALLS} c ORDER BY number"
+                f"SELECT call_id, tool, workspace, at, undoes, (SELECT count(*) FROM {ROWS} r WHERE"
+                f" r.of_call = c.number) FROM {CALLS} c {where} ORDER BY number",
+                **({"here": here} if here else {}),
             )
-            return [
-                CallRows(call_id, at=at, undoes=tuple(json.loads(undoes or "[]")), count=count)
-                for call_id, at, undoes, count in found
-            ]
+        calls: list[CallRows] = []
+        known: set[str] = set()
+        for call_id, tool, workspace, at, text, count in found:
+            undoes = tuple(json.loads(text or "[]"))
+            if here in ("", workspace) or not known.isdisjoint(undoes):
+                known.add(call_id)
+                calls.append(CallRows(call_id, tool, at=at, undoes=undoes, count=count))
+        return calls
 
     def changes(self, database: Database, call_ids: Iterable[str]) -> dict[str, list[RowChange]]:
         """Return the rows that calls changed, by call."""

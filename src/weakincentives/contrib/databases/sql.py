@@ -477,6 +477,16 @@ class AsyncSqlDatabase(Database):
         return self._sync.address
 
     @property
+    def workspace(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._sync.workspace
+
+    @workspace.setter
+    def workspace(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, identity: str
+    ) -> None:
+        self._sync.workspace = identity
+
+    @property
     def may_record(self) -> bool:
         return self._sync.may_record
 

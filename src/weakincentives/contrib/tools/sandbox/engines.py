@@ -241,6 +241,8 @@ class SystemFiles:
                 *(("read", path, path) for path in self._more),
             ]
             places = {os.path.dirname(path) for _, *paths in self._system for path in paths}
+            for name in _ETC:
+                places |= _places_of(f"/etc/{name}")
             seen = {place: _changed(place) for place in places if os.path.isabs(place)}
             # Two changes may have the same time.
             is_old = all(when is None or when < (began - TICK) * 1e9 for when in seen.values())
@@ -305,6 +307,27 @@ class SystemFiles:
         exports = (f"export {name}={shlex.quote(value)}\n" for name, value in command.env.items())
         _write(folder / "env", "".join(exports).encode(errors="surrogateescape"), command.owner)
         return "read", str(folder / "env"), ENV
+
+
+LINKS = 40
+"""How many links a path leads through at most, as for the kernel."""
+
+
+def _places_of(path: str) -> set[str]:
+    """Return the directories in which a change can make a path lead to something else."""
+    places, pending = set[str](), [path]
+    for _ in range(LINKS):
+        if not pending:
+            break
+        here = pending.pop()
+        places.add(os.path.dirname(here))
+        for part in (*map(str, PurePosixPath(here).parents), here):
+            if os.path.islink(part):
+                above = os.path.dirname(part)
+                places.add(above)
+                target = os.path.join(os.path.realpath(above), os.readlink(part))
+                pending.append(os.path.normpath(target))
+    return places
 
 
 def _changed(place: str) -> int | None:
