@@ -412,6 +412,20 @@ def test_a_planted_git_does_not_read_a_repository(workspace: Path, active: Path)
     assert not was_run(workspace)
 
 
+def test_a_command_needs_no_program_that_is_planted(workspace: Path, active: Path, tmp_path: Path):
+    """Neither when we find out how to run it, nor around it."""
+    was_run = tmp_path / "was-run"  # what it writes to the workspace may be discarded
+    planted = plant(active / "planted", f'#!/bin/sh\necho "$0" >>{was_run}\nexit 1\n')
+    for name in {*os.listdir("/bin"), *os.listdir("/usr/bin")} - {planted.name}:
+        (active / name).symlink_to(planted)
+
+    with HostFilesystem(workspace) as files:
+        assert files.run(["/bin/sh", "-c", "echo yes >a"]).ok
+        assert files.read("a") == "yes\n"
+
+    assert not was_run.exists()
+
+
 def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path, tmp_path: Path):
     """Neither by its name, nor as the script of an interpreter, nor from the current directory."""
     pytest.importorskip("mcp")
@@ -621,6 +635,8 @@ _STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subproc
 _ALLOWED = {
     "cli/demo.py": {"shutil.which"},  # only prints how to call us
     "cli/start.py": {"shutil.which"},  # only says which agents there are
+    "cli/execution.py": {"shutil.which"},  # only says that there is no such program
+    "errors.py": {"shutil.which"},  # only says how to install
     "cli/setup.py": {"shutil.which"},  # puts manual pages beside it
     "mcp/server_launcher.py": {"os.posix_spawnp"},  # gets the path that was found
 }

@@ -111,6 +111,26 @@ def test_clients_that_are_connected_at_once_undo_only_their_own_calls(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
 
 
+@ERAS
+def test_clients_of_one_name_with_addresses_of_their_own_undo_only_their_own_calls(
+    tmp_path: Path, mode: Any
+):
+    async def work() -> None:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with (
+                served(tools) as url,
+                client_of(f"{url}?client=left", mode) as left,
+                client_of(f"{url}?client=right", mode) as right,
+            ):
+                await left.call_tool("write", {"path": "a.txt", "content": "a"})
+                await right.call_tool("write", {"path": "b.txt", "content": "b"})
+                assert not (await left.call_tool("undo")).is_error
+                assert (await left.call_tool("undo")).is_error
+
+    asyncio.run(work())
+    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
+
+
 @pytest.mark.parametrize(
     ("headers", "status", "said"),
     [

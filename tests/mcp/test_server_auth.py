@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -281,6 +282,75 @@ def test_two_users_of_one_client_have_a_session_each():
     asyncio.run(work())
 
     assert [len(session[ToolInvoked]) for session in made.values()] == [2, 1]
+
+
+def test_a_user_neither_ends_nor_uses_the_session_of_another():
+    @wink.tool(reach="reversible")
+    def note(*, context: wink.ToolContext) -> str:
+        """Be on record."""
+        return context.session_id or ""
+
+    async def work() -> tuple[list[int], list[str]]:
+        async with (
+            guarded(ToolRegistry([note])) as (url, issuer),
+            httpx2.AsyncClient(timeout=SECONDS) as http,
+        ):
+
+            async def send(subject: str, session: str = "", http_method: str = "POST", **what: Any):
+                token = issuer.token(aud=url, scope="tools", sub=subject)
+                headers = {
+                    "accept": "application/json, text/event-stream",
+                    "authorization": f"Bearer {token}",
+                    **({"mcp-session-id": session} if session else {}),
+                }
+                message = {"jsonrpc": "2.0", **what}
+                return await http.request(http_method, url, json=message, headers=headers)
+
+            async def begin(subject: str) -> str:
+                info = {"name": "editor", "version": "1"}
+                params = {
+                    "protocolVersion": "2025-11-25",
+                    "capabilities": {},
+                    "clientInfo": info,
+                }
+                answer = await send(subject, id=1, method="initialize", params=params)
+                session = answer.headers["mcp-session-id"]
+                await send(subject, session, method="notifications/initialized")
+                return session
+
+            call = {"id": 2, "method": "tools/call", "params": {"name": "note", "arguments": {}}}
+            of_ann = await begin("ann")
+            await send("ann", of_ann, **call)
+            ended = await send("ben", of_ann, "DELETE")
+            used = await send("ben", of_ann, **call)
+            # A second window of Ann's: the first is still connected.
+            second = await begin("ann")
+            texts = [(await send("ann", each, **call)).text for each in (of_ann, second)]
+            return [ended.status_code, used.status_code], texts
+
+    statuses, texts = asyncio.run(work())
+
+    assert statuses == [404, 404]
+    first, second = (re.findall(r'"text":"(\w+)"', each) for each in texts)
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_tokens_that_cannot_be_verified_now_keep_no_tool_waiting():
+    """Anyone can send them, while the authorization server does not answer."""
+
+    async def work() -> None:
+        with listen() as silent:
+            issuer = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            auth = McpAuth(issuer=issuer, url="https://mcp.example/mcp")
+            made = jwt.encode({"sub": "x"}, "secret" * 9, "HS256", headers={"kid": "one"})
+            waiting = [asyncio.ensure_future(auth.verifier.verify_token(made)) for _ in range(50)]
+            await asyncio.to_thread(int)
+            assert not any(each.done() for each in waiting)
+        async with asyncio.timeout(SECONDS):
+            assert await asyncio.gather(*waiting) == [None] * 50
+
+    asyncio.run(work())
 
 
 def test_a_server_has_a_token_or_oauth_and_not_both():

@@ -331,7 +331,8 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
     overlay = Overlay(place, workspace, way)
     try:
         overlay.prepare()
-        process = overlay.start(["touch", "probe"], directory=workspace)
+        # By its path, and without another program: what PATH has may be the workspace's.
+        process = overlay.start([way.shell, "-c", ": >probe"], directory=workspace)
         try:
             _, said = process.popen.communicate(timeout=PATIENCE)
         finally:

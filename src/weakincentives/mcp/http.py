@@ -22,7 +22,7 @@ except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from weakincentives.mcp.server import McpServer
     from weakincentives.mcp.server_auth import McpAuth
@@ -95,8 +95,18 @@ class _Guard:
         headers = Headers(scope=scope) if scope["type"] == "http" else None
         refusal = None if headers is None else self._refusal(headers)
         if headers is not None and refusal is None and scope["method"] == "DELETE":
-            self._on_end(headers.get("mcp-session-id", ""))
+            send = self._noting_the_end(headers.get("mcp-session-id", ""), send)
         await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _noting_the_end(self, session_id: str, send: Send) -> Send:
+        """Note that a session has ended if that is the answer: not everyone may end it."""
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 300:
+                self._on_end(session_id)
+            await send(message)
+
+        return noting
 
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         if refused := foreign(headers, self._names):

@@ -275,8 +275,10 @@ class McpServer:
         if known is not None:
             return known
         params = request.session.client_params
-        name = "" if params is None else params.client_info.name
-        key = name, authenticated_principal(request) or ""
+        names = ["" if params is None else params.client_info.name]
+        if request.request is not None:  # over HTTP
+            names += request.request.query_params.getlist("client")
+        key = " ".join(names), authenticated_principal(request) or ""
         same = self._clients.setdefault(key, [])
         self._clients.move_to_end(key)
         # In the newest era each request is a connection of its own, on whatever channel.

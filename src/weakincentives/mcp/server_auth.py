@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _logger = get_logger(__name__)
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
 """Asymmetric ones: the server holds no secret with which a token could be made."""
 _PATIENCE = 10
+_THREADS = 4
 _MOST_METADATA = 1 << 20
 _WELL_KNOWN = ("oauth-authorization-server", "openid-configuration")
 
@@ -78,10 +80,14 @@ class JwtVerifier(TokenVerifier):
 
     def __init__(self, issuer: str, audience: str) -> None:
         self._issuer, self._audience = issuer, audience
+        # Threads of its own: anyone can send tokens, and while the issuer does not answer, each of
+        # them may wait. The tools of those who are let in have theirs.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="wink-oauth")
 
     async def verify_token(self, token: str) -> AccessToken | None:
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.to_thread(self._verified, token)
+            return await loop.run_in_executor(self._threads, self._verified, token)
         except (jwt.PyJWTError, OSError, ValueError) as error:
             _logger.info("refused a token: %s", error)
             return None

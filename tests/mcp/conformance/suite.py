@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ ROOT = Path(__file__).parents[3]
 NODE = Path(os.environ.get("WINK_MCP_NODE", ROOT / ".venv-servers" / "node"))
 BIN = NODE / "node_modules" / ".bin"
 EXPECTED_FAILURES = Path(__file__).parent / "expected_failures.yml"
-"""What may fail, each with its reason; an entry that passes fails the run."""
+"""What fails, each with its upstream reference; an entry that passes fails the run."""
 REVISIONS = ("2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28")
 FROZEN = ("2025-11-25", "2026-07-28")
 """The revisions whose requirements the suite has frozen."""
+
+
+def expected_failures(role: str) -> set[str]:
+    """Return the scenarios that fail."""
+    _, _, listed = EXPECTED_FAILURES.read_text().partition(f"{role}:\n")
+    lines = takewhile(lambda line: line.startswith("  "), listed.splitlines())
+    return {line.removeprefix("  - ") for line in lines if line.startswith("  - ")}
 
 
 def program(name: str) -> str:

@@ -183,7 +183,11 @@ class Goose(Adapter):
         names |= {"tool_response": "tool_output", "prompt": "message", "error": "tool_output"}
         own = {ours: told.get(theirs) for ours, theirs in names.items()}
         # Only events of tools tell the directory; hooks are started in it.
-        return super().read({**told, **own})
+        event = super().read({**told, **own})
+        if event is None or event.tool != "delegate" or event.kind != "after":
+            return event
+        # No hook is told of a sub-agent's tools. One in the background works until the turn ends.
+        return None if event.params.get("async") else event
 
     def write(self, kind: Kind, reply: Reply) -> Mapping[str, Any] | None:
         return {"decision": "block", "reason": reply.denial} if reply.denial else None
@@ -307,7 +311,7 @@ ADAPTERS: Mapping[str, Adapter] = {
             },
             editing=frozenset({"edit", "write"}),
             reading=frozenset({"analyze", "load", "read_image", "tree"}),
-            not_calls=frozenset({"delegate", "load_skill", "todo__todo_write"}),
+            not_calls=frozenset({"load_skill", "todo__todo_write"}),
             others=frozenset({"shell"}),
             places=("path",),
         ),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakincentives.contrib.databases.row_log import (
     CALLS,
     KEPT,
+    NO_KEY,
     ROWS,
     SCHEMA,
     Column,
@@ -60,6 +61,8 @@ def _text(value: str) -> str:
 
 
 class SqliteDialect(Dialect):
+    names_columns = True
+
     def wait(self, work: Work, session: str, patience: float) -> None:
         """A transaction is part of its process, and ends with it."""
 
@@ -92,6 +95,13 @@ class SqliteDialect(Dialect):
         )
         return [name for (name,) in found]
 
+    def without_triggers(self, work: Work) -> list[str]:
+        # SQLite crashes at triggers on the tables in which a virtual one keeps its rows.
+        found = work.ask(
+            "SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'virtual'"
+        )
+        return [name for (name,) in found]
+
     def named(self, work: Work, table: str) -> str:
         for name in self.tables(work):
             if name.lower() == table.lower():
@@ -100,10 +110,18 @@ class SqliteDialect(Dialect):
 
     def table(self, work: Work, name: str) -> Table:
         name = self.named(work, name)
-        found = work.ask("SELECT name, type, pk, hidden FROM pragma_table_xinfo(:name)", name=name)
+        found = work.ask(
+            'SELECT name, type, pk, hidden, "notnull" FROM pragma_table_xinfo(:name)', name=name
+        )
         columns = [
-            Column(name=name, type=kind, key=key, is_generated=hidden in (2, 3))
-            for name, kind, key, hidden in found
+            Column(
+                name=name,
+                type=kind,
+                key=key,
+                is_generated=hidden in (2, 3),
+                may_be_null=not not_null,
+            )
+            for name, kind, key, hidden, not_null in found
             if hidden != 1
         ]
         return Table(name, _quoted(name), columns)
@@ -121,16 +139,28 @@ class SqliteDialect(Dialect):
         self._drop(work, name)
         settable = [each for each in table.columns if not each.is_generated]
         key = [each.name for each in table.key]
-        old, new = (_sqlite_key(row, key) for row in ("OLD", "NEW"))
-        before, after = (_sqlite_image(row, settable) for row in ("OLD", "NEW"))
         same = " AND ".join(f"OLD.{_quoted(each)} IS NEW.{_quoted(each)}" for each in key)
-        differ = f"NOT ({same})"
-        self._trigger(work, "insert", name, self._note(name, new, "NULL", after))
-        self._trigger(work, "delete", name, self._note(name, old, before, "NULL"))
+        before, after = (_sqlite_image(row, settable) for row in ("OLD", "NEW"))
+
+        def note(row: str, before: str, after: str, where: str = "1") -> str:
+            columns = [f"{row}.{_quoted(each.name)}" for each in table.key if each.may_be_null]
+            made = self._note(name, _sqlite_key(row, key), before, after, where)
+            if not columns:
+                return made
+            # A key with NULL may be that of several rows; the rowid is never NULL.
+            is_null = " OR ".join(f"{each} IS NULL" for each in columns)
+            keyed = f"({where}) AND NOT ({is_null})"
+            return (
+                f"{self._note(name, _sqlite_key(row, key), before, after, keyed)} "
+                f"{self._note(name, 'NULL', 'NULL', _text(NO_KEY), f'({where}) AND ({is_null})')}"
+            )
+
+        self._trigger(work, "insert", name, note("NEW", "NULL", after))
+        self._trigger(work, "delete", name, note("OLD", before, "NULL"))
         both = [
-            self._note(name, old, before, after, same),
-            self._note(name, old, before, "NULL", differ),
-            self._note(name, new, "NULL", after, differ),
+            note("OLD", before, after, same),
+            note("OLD", before, "NULL", f"NOT ({same})"),
+            note("NEW", "NULL", after, f"NOT ({same})"),
         ]
         self._trigger(work, "update", name, " ".join(both))
 
@@ -288,13 +318,20 @@ BEGIN
     IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
     IF TG_OP <> 'INSERT' THEN
         was = {schema}.wink_image(OLD);
-        SELECT json_agg(was ->> name ORDER BY place)::text INTO old_key
+        SELECT CASE WHEN bool_and(was ->> name IS NOT NULL)
+                THEN json_agg(was ->> name ORDER BY place)::text END INTO old_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
     END IF;
     IF TG_OP <> 'DELETE' THEN
         becomes = {schema}.wink_image(NEW);
-        SELECT json_agg(becomes ->> name ORDER BY place)::text INTO new_key
+        SELECT CASE WHEN bool_and(becomes ->> name IS NOT NULL)
+                THEN json_agg(becomes ->> name ORDER BY place)::text END INTO new_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
+    END IF;
+    IF coalesce(old_key, new_key) IS NULL THEN  -- a column of the key was renamed
+        INSERT INTO {schema}.wink_row (of_call, row_table, row_after)
+            VALUES (call_number::bigint, TG_ARGV[0], 'rows without a key');
+        RETURN NULL;
     END IF;
     IF old_key = new_key THEN
         INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before, row_after)
@@ -317,13 +354,41 @@ DECLARE
     call_number text = current_setting('wink.call', true);
 BEGIN
     IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    IF TG_OP = 'TRUNCATE' THEN
+        {truncated}
+    END IF;
     INSERT INTO {schema}.wink_row (of_call, row_table, row_after)
         SELECT call_number::bigint, TG_ARGV[0], TG_ARGV[1] WHERE NOT EXISTS (
             SELECT 1 FROM {schema}.wink_row WHERE of_call = call_number::bigint
             AND row_table = TG_ARGV[0] AND row_key IS NULL AND row_after = TG_ARGV[1]);
     RETURN NULL;
 END $wink$
+""", """
+CREATE OR REPLACE FUNCTION {schema}.wink_note_truncate() RETURNS trigger LANGUAGE plpgsql AS $wink$
+DECLARE
+    call_number text = current_setting('wink.call', true);
+BEGIN
+    IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    {truncated}
+    EXECUTE 'INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before)
+        SELECT $1, $2[1], (SELECT json_agg(image ->> name ORDER BY place)::text
+            FROM unnest($2) WITH ORDINALITY AS part(name, place) WHERE place > 1), image::text
+        FROM (SELECT {schema}.wink_image(wink_it) AS image FROM '
+        || (SELECT CASE relkind WHEN 'r' THEN 'ONLY ' ELSE '' END FROM pg_class
+            WHERE oid = TG_RELID) || TG_RELID::regclass || ' wink_it) AS gone'
+        USING call_number::bigint,
+        ARRAY(SELECT each FROM unnest(TG_ARGV) WITH ORDINALITY AS part(each, n) ORDER BY n);
+    RETURN NULL;
+END $wink$
 """  # fmt: skip
+
+
+_TRUNCATED = """
+    -- TRUNCATE locks the table as a change of the schema does: `finish` tells them apart.
+    PERFORM set_config('wink.truncated', concat_ws(',', current_setting('wink.truncated', true),
+        TG_RELID::oid::text, (SELECT string_agg(relid::oid::text, ',')
+            FROM pg_partition_tree(TG_RELID))), true);
+"""
 
 
 class PostgresDialect(Dialect):
@@ -366,7 +431,8 @@ class PostgresDialect(Dialect):
         work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
         work.run(_KEPT)
         for function in _FUNCTIONS:
-            work.run(function.replace("{schema}", self._schema(work)))
+            made = function.replace("{truncated}", _TRUNCATED)
+            work.run(made.replace("{schema}", self._schema(work)))
 
     def _schema(self, work: Work) -> str:
         found = work.ask(
@@ -385,6 +451,12 @@ class PostgresDialect(Dialect):
             calls=CALLS,
             rows=ROWS,
             kept=KEPT,
+        )
+        return [name for (name,) in found]
+
+    def without_triggers(self, work: Work) -> list[str]:
+        found = work.ask(
+            "SELECT CAST(CAST(oid AS regclass) AS text) FROM pg_class WHERE relkind = 'f'"
         )
         return [name for (name,) in found]
 
@@ -434,20 +506,32 @@ class PostgresDialect(Dialect):
             f"CREATE TRIGGER wink_row AFTER INSERT OR UPDATE OR DELETE ON {table.sql} FOR EACH ROW"
             f" EXECUTE FUNCTION {self._schema(work)}.wink_note_row({arguments})"
         )
+        work.run(
+            f"CREATE TRIGGER wink_truncate BEFORE TRUNCATE ON {table.sql} FOR EACH STATEMENT"
+            f" EXECUTE FUNCTION {self._schema(work)}.wink_note_truncate({arguments})"
+        )
 
     def mention(self, work: Work, table: str) -> None:
         self._drop(work, table)
-        for name, events, what in (
-            ("new", "INSERT", _NEW),
-            ("changed", "UPDATE OR DELETE", _CHANGED),
+        for name, events, each, what in (
+            ("new", "INSERT", "ROW", _NEW),
+            ("changed", "UPDATE OR DELETE", "ROW", _CHANGED),
+            ("truncate", "TRUNCATE", "STATEMENT", _CHANGED),
         ):
             work.run(
-                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {table} FOR EACH ROW EXECUTE"
-                f" FUNCTION {self._schema(work)}.wink_note_table({_text(table)}, {_text(what)})"
+                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {table} FOR EACH {each}"
+                f" EXECUTE FUNCTION {self._schema(work)}.wink_note_table({_text(table)},"
+                f" {_text(what)})"
             )
 
     def _drop(self, work: Work, table: str) -> None:
-        for name in ("wink_row", "wink_other_new", "wink_other_changed"):
+        for name in (
+            "wink_row",
+            "wink_truncate",
+            "wink_other_new",
+            "wink_other_changed",
+            "wink_other_truncate",
+        ):
             work.run(f"DROP TRIGGER IF EXISTS {name} ON {table}")
 
     def begin(self, work: Work) -> None:
@@ -467,7 +551,8 @@ class PostgresDialect(Dialect):
             " 'relation' AND pid = pg_backend_pid() AND mode IN ('AccessExclusiveLock',"
             " 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock')) l LEFT JOIN pg_class c ON"
             " c.oid = l.relation WHERE c.oid IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
-            " c.relpersistence <> 't')"
+            " c.relpersistence <> 't' AND NOT coalesce(CAST(c.oid AS text) = ANY(string_to_array("
+            "current_setting('wink.truncated', true), ',')), false))"
         )
 
     def image(self, text: str) -> Image:
@@ -480,7 +565,9 @@ class PostgresDialect(Dialect):
     def present(self, work: Work, table: Table, key: str, names: Sequence[str]) -> Image | None:
         where, parameters = self._where(table, key)
         found = work.ask(
-            f"SELECT CAST(wink_image(t) AS text) FROM {table.sql} t WHERE {where}", **parameters
+            # A column called as the table is here would be taken for it.
+            f"SELECT CAST(wink_image(wink_it) AS text) FROM {table.sql} wink_it WHERE {where}",
+            **parameters,
         )
         if not found:
             return None
@@ -503,19 +590,20 @@ class PostgresDialect(Dialect):
         names, values = ", ".join(columns), ", ".join(f"r.{each}" for each in columns)
         where, parameters = self._where(table, row.key)
         work.ask(
-            f"UPDATE {table.sql} t SET ({names}) = (SELECT {values} FROM json_populate_record("
-            f"CAST(NULL AS {table.sql}), CAST(:image AS json)) r) WHERE {where}",
+            f"UPDATE {table.sql} wink_it SET ({names}) = (SELECT {values} FROM"
+            f" json_populate_record(CAST(NULL AS {table.sql}), CAST(:image AS json)) r) WHERE"
+            f" {where}",
             image=row.text,
             **parameters,
         )
 
     def delete(self, work: Work, table: Table, row: Planned) -> None:
         where, parameters = self._where(table, row.key)
-        work.ask(f"DELETE FROM {table.sql} t WHERE {where}", **parameters)
+        work.ask(f"DELETE FROM {table.sql} wink_it WHERE {where}", **parameters)
 
     def _where(self, table: Table, key: str) -> tuple[str, dict[str, Any]]:
         where = [
-            f"t.{_quoted(each.name)} = CAST(CAST(:k{n} AS text) AS {each.type})"
+            f"wink_it.{_quoted(each.name)} = CAST(CAST(:k{n} AS text) AS {each.type})"
             for n, each in enumerate(table.key)
         ]
         return " AND ".join(where), {f"k{n}": each for n, each in enumerate(json.loads(key))}

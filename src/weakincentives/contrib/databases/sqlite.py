@@ -247,8 +247,8 @@ class _SqliteWork(Work):
         gate = self.database.gate_of_writers
         if gate.owner is not None and self._is_nested_in(gate, on_loop):
             raise WinkError(
-                "the call under way is using this database: pass on its context, as in "
-                "tool(params, context=context)"
+                "the call or block under way is using this database: use the `db` of the block, or "
+                "pass on the context of the call, as in tool(params, context=context)"
             )
         try:
             if on_loop:
