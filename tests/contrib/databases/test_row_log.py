@@ -482,6 +482,49 @@ def test_a_hard_case_is_undone_exactly(
     world.database.close()
 
 
+def test_rows_are_recorded_whatever_the_search_path(tmp_path: Path, request: pytest.FixtureRequest):
+    world = make("sql-postgres", tmp_path, request)
+    world.person(
+        "CREATE TABLE t (id INTEGER PRIMARY KEY)",
+        "CREATE SCHEMA shop",
+        'CREATE TABLE shop.t ("it\'s" INTEGER PRIMARY KEY)',
+        'CREATE TABLE shop."Order Lines" ("a b" INTEGER PRIMARY KEY)',
+    )
+    world.database.track("t", "shop.t", 'shop."Order Lines"')
+    elsewhere = sqlalchemy.create_engine(
+        world.engine.url, connect_args={"options": "-c search_path=shop"}
+    )
+    database = SqlDatabase(elsewhere)
+    tools = wink.ToolRegistry([run], resources={Database: database})
+    call = tools.execute(
+        "run",
+        {
+            "statements": [
+                "INSERT INTO t VALUES (1)",
+                'INSERT INTO "Order Lines" VALUES (2)',
+                "INSERT INTO public.t VALUES (3)",
+                "SET LOCAL search_path = pg_catalog",
+                "INSERT INTO public.t VALUES (4)",
+            ]
+        },
+    ).call_id
+    names = ["shop.t 1", 'shop."Order Lines" 2', "t 3", "t 4"]
+    for each in (world.database, database):
+        ((found),) = each.changes([call]).values()
+        assert [change.name for change in found] == names
+    database.track("t", "Order Lines")  # in the same tables of ours
+    assert world.database.calls() == database.calls()
+
+    undone = database.undo([call])
+
+    assert {each.name for each in undone.changes} == set(names)
+    assert undone.notes == ()
+    for table in ("t", "shop.t", 'shop."Order Lines"'):
+        assert dump(world, table) == {table: []}
+    database.close()
+    world.database.close()
+
+
 def test_a_trigger_that_changes_the_row_again_is_named_and_the_rest_is_undone(tmp_path: Path):
     """Created after ours, it changes the row before ours is called for the first change."""
     database = SqliteDatabase(tmp_path / "desk.db")

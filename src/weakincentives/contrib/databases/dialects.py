@@ -413,41 +413,56 @@ class PostgresDialect(Dialect):
                 "process is gone: try again when it has ended"
             ) from error
 
+    schema = ""
+    """Where our tables are, whatever the search path of the connection."""
+    name = ""
+    """An expression for the name under which the rows of ``c`` in ``n`` are recorded."""
+
     def exists(self, work: Work) -> bool:
-        return work.ask("SELECT to_regclass(:name) IS NOT NULL", name=CALLS)[0][0]
+        found = work.ask(
+            "SELECT quote_ident(n.nspname) FROM pg_class c JOIN pg_namespace n ON n.oid ="
+            " c.relnamespace WHERE c.relname = :name AND c.relkind = 'r' AND"
+            " has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'INSERT') ORDER"
+            " BY (c.oid = to_regclass(:name)) IS TRUE DESC, c.oid LIMIT 1",
+            name=CALLS,
+        )
+        if found:
+            self._are_in(found[0][0])
+        return bool(found)
+
+    def _are_in(self, schema: str) -> None:
+        self.schema = schema
+        self.calls, self.rows, self.kept = (f"{schema}.{name}" for name in (CALLS, ROWS, KEPT))
+        self.name = (
+            f"(CASE WHEN quote_ident(n.nspname) <> {_text(schema)} THEN quote_ident(n.nspname) ||"
+            " '.' ELSE '' END || quote_ident(c.relname))"
+        )
 
     def create(self, work: Work) -> None:
+        if not self.exists(work):
+            self._are_in(work.ask("SELECT quote_ident(current_schema())")[0][0])
         work.run(
-            f"CREATE TABLE IF NOT EXISTS {CALLS} (number bigint GENERATED ALWAYS AS IDENTITY"
+            f"CREATE TABLE IF NOT EXISTS {self.calls} (number bigint GENERATED ALWAYS AS IDENTITY"
             " PRIMARY KEY, call_id text NOT NULL, tool text NOT NULL, session_id text NOT NULL,"
             " workspace text NOT NULL, at double precision NOT NULL, undoes text)"
         )
-        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
+        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {self.calls} (call_id)")
         work.run(
-            f"CREATE TABLE IF NOT EXISTS {ROWS} (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY"
-            f" KEY, of_call bigint NOT NULL REFERENCES {CALLS}, row_table text NOT NULL, row_key"
-            " text, row_before text, row_after text)"
+            f"CREATE TABLE IF NOT EXISTS {self.rows} (number bigint GENERATED ALWAYS AS IDENTITY"
+            f" PRIMARY KEY, of_call bigint NOT NULL REFERENCES {self.calls}, row_table text NOT"
+            " NULL, row_key text, row_before text, row_after text)"
         )
-        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
-        work.run(_KEPT)
+        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {self.rows} (of_call)")
+        work.run(_KEPT.replace(KEPT, self.kept))
         for function in _FUNCTIONS:
             made = function.replace("{truncated}", _TRUNCATED)
-            work.run(made.replace("{schema}", self._schema(work)))
-
-    def _schema(self, work: Work) -> str:
-        found = work.ask(
-            "SELECT quote_ident(n.nspname) FROM pg_class c JOIN pg_namespace n ON n.oid ="
-            " c.relnamespace WHERE c.oid = to_regclass(:name)",
-            name=CALLS,
-        )
-        return found[0][0]
+            work.run(made.replace("{schema}", self.schema))
 
     def tables(self, work: Work) -> list[str]:
         found = work.ask(
-            "SELECT CAST(CAST(c.oid AS regclass) AS text) FROM pg_class c JOIN pg_namespace n ON"
-            " n.oid = c.relnamespace WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND"
-            " n.nspname NOT IN ('pg_catalog', 'information_schema') AND c.oid NOT IN"
-            " (to_regclass(:calls), to_regclass(:rows), to_regclass(:kept))",
+            f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND n.nspname NOT IN"
+            " ('pg_catalog', 'information_schema') AND c.relname NOT IN (:calls, :rows, :kept)",
             calls=CALLS,
             rows=ROWS,
             kept=KEPT,
@@ -456,33 +471,44 @@ class PostgresDialect(Dialect):
 
     def without_triggers(self, work: Work) -> list[str]:
         found = work.ask(
-            "SELECT CAST(CAST(oid AS regclass) AS text) FROM pg_class WHERE relkind = 'f'"
+            f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE c.relkind = 'f'"
         )
         return [name for (name,) in found]
 
     def named(self, work: Work, table: str) -> str:
-        found = work.ask("SELECT CAST(to_regclass(:name) AS text)", name=table)[0][0]
-        if found is None:
-            found = work.ask("SELECT CAST(to_regclass(quote_ident(:n)) AS text)", n=table)[0][0]
-        if found is None:
-            raise LookupError(table)
-        return found
+        for place in ("to_regclass(quote_ident(:table))", "to_regclass(:table)"):
+            found = work.ask(
+                f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+                f" WHERE c.oid = {place}",
+                table=table,
+            )
+            if found:
+                return found[0][0]
+        raise LookupError(table)
+
+    def _find(self, work: Work, name: str) -> tuple[int, str]:
+        """Return the table that is recorded under a name: its oid, and its name in statements."""
+        found = work.ask(
+            "SELECT CAST(c.oid AS bigint), quote_ident(n.nspname) || '.' || quote_ident(c.relname)"
+            " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relkind IN"
+            f" ('r', 'p') AND {self.name} = :name",
+            name=name,
+        )
+        if not found:
+            raise LookupError(name)
+        return found[0][0], found[0][1]
 
     def table(self, work: Work, name: str) -> Table:
-        name = self.named(work, name)
         # In full: a table can have the name of a type, such as ``line``.
-        sql = work.ask(
-            "SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON"
-            " n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)",
-            name=name,
-        )[0][0]
+        oid, sql = self._find(work, name)
         found = work.ask(
             "SELECT a.attname, format_type(a.atttypid, a.atttypmod), coalesce(array_position("
             "CAST(i.indkey AS int2[]), a.attnum) + 1, 0), a.attgenerated <> '', a.attidentity = 'a'"
             " FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND"
-            " i.indisprimary WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 AND NOT"
+            " i.indisprimary WHERE a.attrelid = CAST(:oid AS bigint) AND a.attnum > 0 AND NOT"
             " a.attisdropped ORDER BY a.attnum",
-            name=name,
+            oid=oid,
         )
         columns = [
             Column(name=name, type=kind, key=key, is_generated=generated, is_always_identity=always)
@@ -492,39 +518,40 @@ class PostgresDialect(Dialect):
 
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
-            "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
-            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed') AND tgenabled <>"
-            " 'D'"
+            f"SELECT {self.name}, t.tgname = 'wink_row' FROM pg_trigger t JOIN pg_class c ON c.oid"
+            " = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.tgname IN"
+            " ('wink_row', 'wink_other_new', 'wink_other_changed') AND t.tgenabled <> 'D'"
         )
         return {str(table): bool(rows) for table, rows in found}
 
     def record(self, work: Work, table: Table) -> None:
-        self._drop(work, table.name)
+        self._drop(work, table.sql)
         key = [each.name for each in table.key]
         arguments = ", ".join(map(_text, [table.name, *key]))
         work.run(
             f"CREATE TRIGGER wink_row AFTER INSERT OR UPDATE OR DELETE ON {table.sql} FOR EACH ROW"
-            f" EXECUTE FUNCTION {self._schema(work)}.wink_note_row({arguments})"
+            f" EXECUTE FUNCTION {self.schema}.wink_note_row({arguments})"
         )
         work.run(
             f"CREATE TRIGGER wink_truncate BEFORE TRUNCATE ON {table.sql} FOR EACH STATEMENT"
-            f" EXECUTE FUNCTION {self._schema(work)}.wink_note_truncate({arguments})"
+            f" EXECUTE FUNCTION {self.schema}.wink_note_truncate({arguments})"
         )
 
     def mention(self, work: Work, table: str) -> None:
-        self._drop(work, table)
+        _, sql = self._find(work, table)
+        self._drop(work, sql)
         for name, events, each, what in (
             ("new", "INSERT", "ROW", _NEW),
             ("changed", "UPDATE OR DELETE", "ROW", _CHANGED),
             ("truncate", "TRUNCATE", "STATEMENT", _CHANGED),
         ):
             work.run(
-                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {table} FOR EACH {each}"
-                f" EXECUTE FUNCTION {self._schema(work)}.wink_note_table({_text(table)},"
+                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {sql} FOR EACH {each}"
+                f" EXECUTE FUNCTION {self.schema}.wink_note_table({_text(table)},"
                 f" {_text(what)})"
             )
 
-    def _drop(self, work: Work, table: str) -> None:
+    def _drop(self, work: Work, sql: str) -> None:
         for name in (
             "wink_row",
             "wink_truncate",
@@ -532,11 +559,12 @@ class PostgresDialect(Dialect):
             "wink_other_changed",
             "wink_other_truncate",
         ):
-            work.run(f"DROP TRIGGER IF EXISTS {name} ON {table}")
+            work.run(f"DROP TRIGGER IF EXISTS {name} ON {sql}")
 
     def begin(self, work: Work) -> None:
         work.ask(
-            f"WITH made AS (INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes)"
+            f"WITH made AS (INSERT INTO {self.calls} (call_id, tool, session_id, workspace, at,"
+            " undoes)"
             " VALUES (:call_id, :tool, :session, :workspace, :at, :undoes) RETURNING number) SELECT"
             " set_config('wink.call', CAST(number AS text), true) FROM made",
             **_call(work),
@@ -545,12 +573,13 @@ class PostgresDialect(Dialect):
     def finish(self, work: Work) -> None:
         # A table whose definition is changed stays locked until the end of the transaction.
         work.run(
-            f"INSERT INTO {ROWS} (of_call, row_table, row_after) SELECT CAST(current_setting("
-            "'wink.call') AS bigint), coalesce(CAST(CAST(c.oid AS regclass) AS text), 'a table that"
-            f" is gone'), '{SCHEMA}' FROM (SELECT DISTINCT relation FROM pg_locks WHERE locktype ="
+            f"INSERT INTO {self.rows} (of_call, row_table, row_after) SELECT CAST(current_setting("
+            f"'wink.call') AS bigint), coalesce({self.name}, 'a table that is"
+            f" gone'), '{SCHEMA}' FROM (SELECT DISTINCT relation FROM pg_locks WHERE locktype ="
             " 'relation' AND pid = pg_backend_pid() AND mode IN ('AccessExclusiveLock',"
             " 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock')) l LEFT JOIN pg_class c ON"
-            " c.oid = l.relation WHERE c.oid IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
+            " c.oid = l.relation LEFT JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid"
+            " IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
             " c.relpersistence <> 't' AND NOT coalesce(CAST(c.oid AS text) = ANY(string_to_array("
             "current_setting('wink.truncated', true), ',')), false))"
         )
@@ -566,7 +595,8 @@ class PostgresDialect(Dialect):
         where, parameters = self._where(table, key)
         found = work.ask(
             # A column called as the table is here would be taken for it.
-            f"SELECT CAST(wink_image(wink_it) AS text) FROM {table.sql} wink_it WHERE {where}",
+            f"SELECT CAST({self.schema}.wink_image(wink_it) AS text) FROM {table.sql} wink_it"
+            f" WHERE {where}",
             **parameters,
         )
         if not found:

@@ -77,6 +77,8 @@ class Planned:
 class Dialect(ABC):
     """How one kind of database records rows and puts them back."""
 
+    calls, rows, kept = CALLS, ROWS, KEPT
+    """The names of our tables, in statements."""
     names_columns = False
     """Whether a trigger records just the columns that the table had when it was created."""
     while_under_way = ""
@@ -218,8 +220,9 @@ class RowLog:
     def finish(self, work: Work, workspace: Callable[[], str]) -> None:
         if not work.workspace and (found := workspace()):  # it was opened by the call
             work.ask(
-                f"UPDATE {CALLS} SET workspace = :workspace WHERE call_id = :call_id AND number ="
-                f" (SELECT max(number) FROM {CALLS} WHERE call_id = :call_id)",
+                f"UPDATE {self.dialect.calls} SET workspace = :workspace WHERE call_id = :call_id"
+                " AND number ="
+                f" (SELECT max(number) FROM {self.dialect.calls} WHERE call_id = :call_id)",
                 workspace=found,
                 call_id=work.call_id,
             )
@@ -227,12 +230,14 @@ class RowLog:
         if kept is not None:
             # What is saved meanwhile is no longer needed: there is one row for a session.
             work.ask(
-                f"DELETE FROM {KEPT} WHERE session = :session AND (starts < :saved OR :saved = 0)",
+                f"DELETE FROM {self.dialect.kept} WHERE session = :session AND (starts < :saved"
+                " OR :saved = 0)",
                 session=kept.session,
                 saved=kept.saved,
             )
             work.ask(
-                f"INSERT INTO {KEPT} (session, starts, call_id, tool, redo, files, later) SELECT"
+                f"INSERT INTO {self.dialect.kept} (session, starts, call_id, tool, redo, files,"
+                " later) SELECT"
                 " CAST(:session AS text), CAST(:starts AS bigint), CAST(:call_id AS text), CAST("
                 ":tool AS text), CAST(:redo AS text), CAST(:files AS integer), CAST(:later AS text)"
                 f" {self.dialect.while_under_way}",
@@ -255,7 +260,8 @@ class RowLog:
             if not self._is_there(work):
                 return []
             found = work.ask(
-                f"SELECT starts, call_id, tool, redo, files, later FROM {KEPT} WHERE session ="
+                f"SELECT starts, call_id, tool, redo, files, later FROM {self.dialect.kept} WHERE"
+                " session ="
                 " :session ORDER BY starts",
                 session=session,
             )
@@ -275,8 +281,10 @@ class RowLog:
 
     def settle(self, database: Database, kept: KeptCall) -> None:
         with _at_work(database) as work:
+            self._is_there(work)
             work.ask(
-                f"DELETE FROM {KEPT} WHERE session = :session AND starts = :starts AND call_id ="
+                f"DELETE FROM {self.dialect.kept} WHERE session = :session AND starts = :starts"
+                " AND call_id ="
                 " :call_id",
                 session=kept.session,
                 starts=kept.at,
@@ -328,8 +336,9 @@ class RowLog:
             here = database.workspace
             where = "WHERE workspace = :here OR undoes IS NOT NULL" if here else ""
             found = work.ask(
-                f"SELECT call_id, tool, workspace, at, undoes, (SELECT count(*) FROM {ROWS} r WHERE"
-                f" r.of_call = c.number) FROM {CALLS} c {where} ORDER BY number",
+                "SELECT call_id, tool, workspace, at, undoes, (SELECT count(*) FROM"
+                f" {self.dialect.rows} r WHERE"
+                f" r.of_call = c.number) FROM {self.dialect.calls} c {where} ORDER BY number",
                 **({"here": here} if here else {}),
             )
         calls: list[CallRows] = []
@@ -382,7 +391,10 @@ class RowLog:
             number = self._numbers(work, [call_id]).get(call_id)
             if number is None:
                 return False
-            undoes = f"SELECT undoes FROM {CALLS} WHERE number > {number} AND undoes IS NOT NULL"
+            undoes = (
+                f"SELECT undoes FROM {self.dialect.calls} WHERE number > {number} AND undoes IS NOT"
+                " NULL"
+            )
             return not any(call_id in json.loads(each) for (each,) in work.ask(undoes))
 
     def forget(self, database: Database, seconds: float) -> int:
@@ -391,10 +403,12 @@ class RowLog:
         with _at_work(database) as work:
             if not self._is_there(work):
                 return 0
-            old = f"SELECT number FROM {CALLS} WHERE at < :oldest"
-            count = work.ask(f"SELECT count(*) FROM {CALLS} WHERE at < :oldest", oldest=oldest)
-            work.ask(f"DELETE FROM {ROWS} WHERE of_call IN ({old})", oldest=oldest)
-            work.ask(f"DELETE FROM {CALLS} WHERE at < :oldest", oldest=oldest)
+            old = f"SELECT number FROM {self.dialect.calls} WHERE at < :oldest"
+            count = work.ask(
+                f"SELECT count(*) FROM {self.dialect.calls} WHERE at < :oldest", oldest=oldest
+            )
+            work.ask(f"DELETE FROM {self.dialect.rows} WHERE of_call IN ({old})", oldest=oldest)
+            work.ask(f"DELETE FROM {self.dialect.calls} WHERE at < :oldest", oldest=oldest)
             return int(count[0][0])
 
     def _is_there(self, work: Work) -> bool:
@@ -407,7 +421,9 @@ class RowLog:
         for start in range(0, len(ids), _AT_ONCE):
             some = {f"id{n}": each for n, each in enumerate(ids[start : start + _AT_ONCE])}
             names = ", ".join(f":{name}" for name in some)
-            sql = f"SELECT call_id, max(number) FROM {CALLS} WHERE call_id IN ({names})"
+            sql = (
+                f"SELECT call_id, max(number) FROM {self.dialect.calls} WHERE call_id IN ({names})"
+            )
             found.update((a, int(b)) for a, b in work.ask(f"{sql} GROUP BY call_id", **some))
         return found
 
@@ -416,7 +432,8 @@ class RowLog:
         if not listed:
             return []
         rows = work.ask(
-            f"SELECT row_table, row_key, row_before, row_after, of_call FROM {ROWS} WHERE of_call"
+            f"SELECT row_table, row_key, row_before, row_after, of_call FROM {self.dialect.rows}"
+            " WHERE of_call"
             f" IN ({listed}) ORDER BY number"
         )
         return [

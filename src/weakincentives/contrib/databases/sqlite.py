@@ -186,15 +186,25 @@ class SqliteDatabase(Database):
             _of_parent.extend(self._idle)
             self._idle.clear()
             self._pid = os.getpid()
+        file = self._file()
         with suppress(IndexError):
-            return self._idle.pop()
-        made = sqlite3.connect(
-            self.path,
-            timeout=self.timeout,
-            isolation_level=None,
-            check_same_thread=False,
-            factory=_Connection,
-        )
+            while True:
+                found = self._idle.pop()
+                if found.file == file:
+                    return found
+                found.end()  # what it writes would be in a file that was removed or replaced
+        try:
+            made = sqlite3.connect(
+                self.path,
+                timeout=self.timeout,
+                isolation_level=None,
+                check_same_thread=False,
+                factory=_Connection,
+            )
+        except sqlite3.OperationalError as error:
+            error.args = (f"{error}: {self.path}",)
+            raise
+        made.file = self._file()
         try:
             made.row_factory = sqlite3.Row
             if self._prepare is not None:
@@ -205,6 +215,15 @@ class SqliteDatabase(Database):
             made.end()
             raise
         return made
+
+    def _file(self) -> tuple[int, int] | None:
+        if self.is_in_memory:
+            return None
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def give(self, connection: _Connection) -> None:
         """Take a connection back."""
@@ -389,6 +408,8 @@ class _Connection(sqlite3.Connection):
     """A connection whose transactions are the call's, and not the handler's."""
 
     work: _SqliteWork | None = None
+    file: tuple[int, int] | None = None
+    """Which file it has open."""
     is_ours = False
     busy_timeout = -1
     denied = ""
