@@ -73,8 +73,9 @@ types-mypy: $(VENDORS)
 layers: $(VENDORS)
 	$(BIN)/lint-imports --no-cache
 
-bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
+bench: $(READY)  ## Measure, and show it in README and documentation; ARGS=--peers for the peers, too.
 	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python docs/draw_performance.py
 
 picture: $(READY)  ## Draw the README's picture of the demo again.
 	$(BIN)/python docs/draw_demo.py
