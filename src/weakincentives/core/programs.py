@@ -408,7 +408,11 @@ def _is_in(path: str, directory: str) -> bool:
 def _active() -> frozenset[str]:
     """Return the environments that are active in this process."""
     named = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    return frozenset(os.path.realpath(each) for each in named if os.path.isabs(each))
+    found = set[str]()
+    for each in filter(os.path.isabs, named):
+        with suppress(OSError):  # a link that cannot be read: nothing is found there either
+            found.add(os.path.realpath(each))
+    return frozenset(found)
 
 
 def _is_environment(directory: str) -> bool:
