@@ -28,7 +28,7 @@ FRAMEWORK_VENVS := .venv-integrations
 CODING_AGENTS := @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
 	@github/copilot@1.0.102 @earendil-works/pi-coding-agent@0.74.2 cline@3.0.65 @aaif/goose-binary-linux-x64@1.52.0
 
-.PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture
+.PHONY: help example demo test test-all torture check lint format types-pyright types-mypy layers bench picture map
 .PHONY: environments servers agents ui clean integrations $(FRAMEWORKS)
 
 help:  ## List the targets.
@@ -73,11 +73,15 @@ types-mypy: $(VENDORS)
 layers: $(VENDORS)
 	$(BIN)/lint-imports --no-cache
 
-bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
+bench: $(READY)  ## Measure, and show it in README and documentation; ARGS=--peers for the peers, too.
 	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python docs/draw_performance.py
 
 picture: $(READY)  ## Draw the README's picture of the demo again.
 	$(BIN)/python docs/draw_demo.py
+
+map: $(READY)  ## Draw the map of docs/architecture.md again, from the imports and the docstrings of packages.
+	$(BIN)/python docs/draw_architecture.py
 
 ui:  ## Check, test and build the debugger's page into debugger/static. Needs Node; nothing else here does.
 	cd src/weakincentives/debugger/ui && npm ci --silent && npm run --silent check && npm run --silent test && npm run --silent build
