@@ -15,8 +15,8 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 from weakincentives.core.clock import SYSTEM_CLOCK
@@ -120,6 +120,24 @@ def safe_path(path: str | None = None) -> str:
 def _safe(path: str, *, ours: bool = True) -> str:
     places = dict.fromkeys(filter(os.path.isabs, path.split(os.pathsep)))
     return os.pathsep.join(each for each in places if reach_of_agents(each, ours=ours) is None)
+
+
+@contextmanager
+def loading() -> Generator[None]:
+    """Load packages of others in the block: some start a program by its name, then or later."""
+    import platform
+
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = safe_path()
+    try:
+        # Clients of models tell it to their servers. Python asks a program for it, once.
+        _ = platform.uname().processor
+        yield
+    finally:
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
