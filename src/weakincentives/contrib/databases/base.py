@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from weakincentives.contrib.databases.noted import remember
 from weakincentives.core.call import current_view, new_id, transaction_under_way
 from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.logs import get_logger
@@ -393,8 +394,6 @@ class Database(Participant, ABC):
             if isinstance(each, (HostFilesystem, Branch)):
                 noted = self._row_log.noted
                 if each.store not in noted:
-                    from weakincentives.contrib.databases.known import remember
-
                     noted[each.store] = remember(each.store, self.address)
                 return noted[each.store]
         return self.workspace
