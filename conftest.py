@@ -107,13 +107,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the blocks of a page back in order: the others are shuffled, a page is read downward.
 
-    What one process must do alone comes first, so that it does not end long after the others.
+    What one process must do alone comes first, then what takes long: neither then ends long after
+    all others.
     """
     places = [n for n, item in enumerate(items) if item.path.suffix == ".md"]
     pages = sorted((items[n] for n in places), key=lambda i: (str(i.path), i.location[1] or 0))
     for place, item in zip(places, pages, strict=True):
         items[place] = item
-    items.sort(key=lambda item: not _in_one_process(item.nodeid))
+    items.sort(key=lambda item: (not _in_one_process(item.nodeid), "heavy" not in item.keywords))
 
 
 @pytest.hookimpl(wrapper=True)

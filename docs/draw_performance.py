@@ -1,6 +1,6 @@
 """Draws docs/plots/*.svg and writes the table of docs/performance.md, from what was measured.
 
-Run it after `make bench`; a test compares what it makes with what is there.
+`make bench` ends with it; a test compares what it makes with what is there.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mkdocs.structure.pages import Page
 from typer import Context
 from typer.main import get_command
 
+from weakincentives import __version__
 from weakincentives.cli.entry import SECTIONS, make_app
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.errors import SandboxUnavailable
@@ -46,13 +48,17 @@ COMMANDS = "commands.md"
 
 FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\]\(([\w/]+\.md)\)")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+HEAD = re.compile(r"<th(?:\s[^>]*)?>(.*?)</th>", re.DOTALL)
+ALERT = re.compile(r"^> \[!(NOTE|TIP|WARNING)\]\n((?:>.*(?:\n|$))+)", re.MULTILINE)
 INSTALL = re.compile(r"<!-- install: [^>]* -->(.*?)<!-- end of install -->", re.DOTALL)
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Show the examples in docstrings as code."""
+    """Show the examples in docstrings as code, and the version at the foot of each page."""
     config.markdown_extensions.append(Doctests())
+    config.copyright = f"WINK {__version__} · Apache-2.0"
 
 
 class Doctests(Extension):
@@ -131,9 +137,35 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
     source = next((source for source, name in PAGES.items() if name == here), f"docs/{here}")
     markdown = INSTALL.sub(lambda _: _install(), markdown)
+    markdown = ALERT.sub(_admonition, markdown)
     parts = FENCED.split(markdown)
     parts[::2] = [LINK.sub(lambda link: _mended(link, source, here), part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page with the head of its column in each cell: a phone shows rows as cards."""
+    return TABLE.sub(lambda table: _labelled(table.group()), html)
+
+
+def _labelled(table: str) -> str:
+    heads = [escape(re.sub(r"<[^>]+>", "", each)) for each in HEAD.findall(table)]
+    if len(heads) < 3:
+        return table
+    rows = [_row(each, heads) for each in re.split(r"(?=<tr>)", table)]
+    return "".join(rows).replace("<table>", '<table data-cards="">', 1)
+
+
+def _row(row: str, heads: list[str]) -> str:
+    labels = iter(heads)
+    return re.sub(r"<td(?=[ >])", lambda _: f'<td data-label="{next(labels, "")}"', row)
+
+
+def _admonition(alert: re.Match[str]) -> str:
+    """Return a note of GitHub's as one of the site's."""
+    kind, text = alert.groups()
+    lines = [f"    {line[1:].strip()}".rstrip() for line in text.splitlines()]
+    return "\n".join([f"!!! {kind.lower()}", "", *lines, ""])
 
 
 def _install() -> str:

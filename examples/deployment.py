@@ -1,4 +1,4 @@
-"""A release that is taken back when its smoke test fails, put right, deployed and announced.
+"""A release that is rolled back when its smoke test fails, then fixed, deployed and announced.
 
 What is outside, the cluster, is a real HTTP server on this machine. Run it with
 `.venv/bin/python examples/deployment.py`.

@@ -1,4 +1,4 @@
-"""A LangChain agent whose tool fails halfway, with and without us: what is on the disk afterwards.
+"""A LangChain agent whose tool fails halfway, with and without WINK: what is left on disk.
 
     pip install 'wink-runtime[langchain]'
     python examples/integration_langchain.py

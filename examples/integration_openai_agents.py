@@ -1,4 +1,4 @@
-"""openai-agents with and without us: a tool fails halfway. What is on the disk afterwards?
+"""openai-agents with and without WINK: a tool fails halfway. What is on the disk afterwards?
 
     python examples/integration_openai_agents.py
 

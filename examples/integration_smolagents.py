@@ -1,4 +1,4 @@
-"""A CodeAgent of smolagents whose code fails half-way, with and without our executor.
+"""A CodeAgent of smolagents whose code fails half-way, with and without WINK's executor.
 
     pip install 'wink-runtime[smolagents]'
     python examples/integration_smolagents.py

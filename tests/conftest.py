@@ -13,6 +13,7 @@ from chance import LIMIT, THOROUGH, dice, is_time_left
 from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 from postgres import Postgres, started_postgres
 
+gc.disable()  # until all tests are collected: nearly all that collecting makes stays
 pytest.register_assert_rewrite("cases")  # of tests/integrations: its failures show the values
 
 # Whoever starts the tests in the background, or with nohup, has these ignored, also by all that the
@@ -85,6 +86,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what collecting made, half a million objects that stay, out of every later search."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

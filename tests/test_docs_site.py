@@ -222,7 +222,7 @@ def drawing() -> ModuleType:
 
 
 def test_pictures_and_table_of_performance_show_what_was_measured(drawing, results):
-    """Run `python docs/draw_performance.py` after a benchmark."""
+    """`make bench` writes them."""
     page = (DOCS / "performance.md").read_text()
 
     assert {path.name: path.read_text() for path in (DOCS / "plots").iterdir()} == drawing.plots(
@@ -232,7 +232,7 @@ def test_pictures_and_table_of_performance_show_what_was_measured(drawing, resul
 
 
 def test_the_readme_compares_what_was_measured(drawing, results):
-    """Run `python docs/draw_performance.py` after a benchmark."""
+    """`make bench` writes them."""
     readme = (ROOT / "README.md").read_text()
 
     assert readme == drawing.with_comparison(readme, results)

@@ -475,6 +475,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: memory_database().execute("SELECT 1"),
         "with database.transaction() as db:",
     ),
+    "a database in no directory": (
+        lambda: SqliteDatabase("/no/such/place/desk.db"),
+        "unable to open database file: /no/such/place/desk.db",
+    ),
     "another engine": (lambda: SqlDatabase("sqlite://"), "takes a SQLAlchemy Engine"),  # type: ignore[arg-type]
     # Runs
     "a template for a prompt": (

@@ -41,6 +41,8 @@ class RealAgent:
     edit_tool: str
     program: str = ""
     """What it is called where it is installed, if not by its name."""
+    delegate: Callable[[str], Call] | None = None
+    """The call that gives a task to a sub-agent."""
     setup: tuple[str, ...] = ()
     """What to run once, before anything else."""
 
@@ -68,6 +70,10 @@ AGENTS = {
                 "Edit",
                 {"file_path": path, "old_string": old, "new_string": new},
             ),
+            delegate=lambda task: (
+                "Agent",
+                {"description": "-", "prompt": task, "subagent_type": "general-purpose"},
+            ),
             shell_tool="bash",
             edit_tool="edit",
         ),
@@ -85,6 +91,7 @@ AGENTS = {
                 "editor",
                 {"path": path, "old_text": old, "new_text": new},
             ),
+            delegate=lambda task: ("spawn_agent", {"systemPrompt": "-", "task": task}),
             shell_tool="run_commands",
             edit_tool="editor",
         ),
@@ -120,6 +127,10 @@ AGENTS = {
                 "edit",
                 {"path": path, "old_str": old, "new_str": new},
             ),
+            delegate=lambda task: (
+                "task",
+                {"description": "-", "prompt": task, "agent_type": "general-purpose", "name": "s"},
+            ),
             shell_tool="bash",
             edit_tool="edit",
         ),
@@ -138,6 +149,7 @@ AGENTS = {
                 "replace",
                 {"file_path": path, "old_string": old, "new_string": new, "instruction": "-"},
             ),
+            delegate=lambda task: ("invoke_agent", {"agent_name": "generalist", "prompt": task}),
             shell_tool="run_shell_command",
             edit_tool="replace",
         ),
@@ -155,6 +167,7 @@ AGENTS = {
             },
             shell=lambda command: ("shell", {"command": command}),
             edit=lambda path, old, new: ("edit", {"path": path, "before": old, "after": new}),
+            delegate=lambda task: ("delegate", {"instructions": task}),
             shell_tool="shell",
             edit_tool="edit",
         ),
@@ -178,6 +191,10 @@ AGENTS = {
             edit=lambda path, old, new: (
                 "edit",
                 {"filePath": path, "oldString": old, "newString": new},
+            ),
+            delegate=lambda task: (
+                "task",
+                {"description": "-", "prompt": task, "subagent_type": "general"},
             ),
             shell_tool="bash",
             edit_tool="edit",
@@ -223,6 +240,10 @@ AGENTS = {
             edit=lambda path, old, new: (
                 "edit",
                 {"file_path": path, "old_string": old, "new_string": new},
+            ),
+            delegate=lambda task: (
+                "agent",
+                {"description": "-", "prompt": task, "subagent_type": "general-purpose"},
             ),
             shell_tool="run_shell_command",
             edit_tool="edit",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from real_agents import AGENTS, RealAgent, Running
+from scripted_agent import SUB
 from terminal import WINK, wink
 
 pytestmark = pytest.mark.heavy
@@ -124,6 +125,22 @@ def test_what_a_cancelled_command_has_changed_is_recorded(
     ]
     assert wink("undo", number_of(project, known.shell_tool), cwd=project).returncode == 0
     (project / "new.txt").unlink()
+    assert tree(project) == before
+
+
+def test_what_a_sub_agent_changes_can_be_undone_alone(agent: Running, project: Path):
+    before, known = tree(project), agent.agent
+    if known.delegate is None:
+        pytest.skip(f"{known.name} offers no sub-agents here")
+    agent.scripts["main"] = [[known.delegate(f"{SUB} clean up")]]
+    agent.scripts["sub"] = [[known.shell("rm -r src")], "Removed."]
+    agent.run("have it cleaned up")
+
+    [(_, outcome, files)] = calls(project)
+    assert (outcome, files) == ("committed", ["src/a.py", "src/deep/run", "src/link"])
+    lines = wink("log", "--json", cwd=project).stdout.splitlines()
+    assert len({json.loads(line)["run"] for line in lines}) == 1  # of the agent
+    assert wink("undo", cwd=project).returncode == 0
     assert tree(project) == before
 
 

@@ -19,6 +19,7 @@ from terminal import WINK, environment, wink
 
 from messages_server import serving
 from weakincentives.adapters import ModelTurn
+from weakincentives.cli.hooks.adapters import ADAPTERS
 from weakincentives.core.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.store import location_of
@@ -264,6 +265,46 @@ def test_the_end_of_a_background_agent_adopts_what_its_killed_tool_has_changed(
     assert calls(project) == [("bash", "committed", ["mine.txt"])]
 
 
+def test_a_sub_agent_in_the_background_that_no_hook_hears_of_is_recorded_until_the_turn_ends(
+    project: Path,
+):
+    def tell(event: str, **more: Any) -> None:
+        told = {"event": event, "session_id": "s1", "working_dir": str(project), **more}
+        done = wink("hook", "run", "goose", cwd=project, stdin=json.dumps(told))
+        assert (done.returncode, done.stderr) == (0, "")
+
+    task = {"tool_name": "delegate", "tool_input": {"instructions": "-", "async": True}}
+    tell("PreToolUse", **task)
+    tell("PostToolUse", **task, tool_output="it works in the background")
+    (project / "mine.txt").unlink()
+    tell("Stop")
+
+    assert calls(project) == [("delegate", "committed", ["mine.txt"])]
+
+
+def test_what_a_sub_agent_with_a_session_of_its_own_does_is_in_the_agent_s_run(project: Path):
+    def tell(event: str, *, is_sub: bool = False, **more: Any) -> None:
+        told = {"hook_event_name": event, "cwd": str(project), "session_id": "main", **more}
+        if is_sub:
+            told |= {"session_id": "sub", "agent_id": "sub", "parent_agent_id": "main"}
+        done = wink("hook", "run", "copilot", cwd=project, stdin=json.dumps(told))
+        assert (done.returncode, done.stderr) == (0, "")
+
+    task = {"tool_name": "Agent", "tool_input": {"prompt": "clean up"}}
+    shell = {"tool_name": "Bash", "tool_input": {"command": "rm mine.txt"}}
+    tell("UserPromptSubmit", prompt="have it cleaned up")
+    tell("PreToolUse", **task)
+    tell("UserPromptSubmit", is_sub=True, prompt="clean up")
+    tell("PreToolUse", is_sub=True, **shell)
+    (project / "mine.txt").unlink()
+    tell("PostToolUse", is_sub=True, **shell)
+    tell("Stop", is_sub=True)
+    tell("PostToolUse", **task)
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert "Copilot CLI: have it cleaned up" in wink("log", cwd=project).stdout.splitlines()[0]
+
+
 # What WINK itself changes while a tool runs
 
 
@@ -445,6 +486,35 @@ def test_a_rule_that_denies_every_tool_denies_this_one(claude: Claude, project: 
     assert [outcome for _, outcome, _ in calls(project)] == ["denied"]
 
 
+SPOKEN: dict[str, dict[str, Any]] = {
+    "cline": {"hookName": "tool_call", "taskId": "s1", "agent_id": "a"},
+    "codex": {},
+    "copilot": {},
+    "gemini": {"hook_event_name": "BeforeTool"},
+    "goose": {"event": "PreToolUse"},
+    "opencode": {},
+    "pi": {},
+    "qwen": {},
+}
+"""What differs in the words of other agents."""
+
+
+@pytest.mark.parametrize("agent", SPOKEN)
+def test_a_rule_that_denies_every_tool_denies_all_of_every_agent(project: Path, agent: str):
+    (project / "wink.toml").write_text('[policy]\ndeny = ["*"]\n')
+    adapter = ADAPTERS[agent]
+    each_kind = [adapter.editing, adapter.reading, adapter.not_calls, adapter.others, {"mcp__x__y"}]
+    for name in [min(tools) for tools in each_kind if tools]:
+        told = {"session_id": "s1", "hook_event_name": "PreToolUse", "cwd": str(project)}
+        told |= {"tool_name": name, "tool_call": {"name": name, "id": "u1", "input": {}}}
+        told |= {"workspaceRoots": [str(project)], "working_dir": str(project)}
+        done = wink("hook", "run", agent, cwd=project, stdin=json.dumps(told | SPOKEN[agent]))
+        said = json.loads(done.stdout)
+        own = said.get("hookSpecificOutput", {})
+        denied = [own.get("permissionDecision"), said.get("decision"), said.get("cancel")]
+        assert said.get("block") or {"deny", "block", True}.intersection(denied), (name, said)
+
+
 @pytest.mark.parametrize("spelling", ["WebFetch", "webfetch", "Web*"])
 def test_a_rule_may_name_a_tool_as_claude_code_does(claude: Claude, project: Path, spelling: str):
     (project / "wink.toml").write_text(
@@ -518,6 +588,37 @@ def test_inside_wink_exec_tools_are_denied_by_name(project: Path):
     assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
     said = json.loads((project / "said").read_text())["hookSpecificOutput"]
     assert said["permissionDecision"] == "deny"
+
+
+RULES = {
+    'ask = ["WebFetch"]': "ask",
+    'ask = ["read"]': "ask",
+    'ask = ["WebSearch", "unstated"]': None,
+    "[policy]\nquota = { WebFetch = 1 }": "deny",
+    "[policy]\nquota = { '*' = 9 }": "deny",
+    "[policy]\nrate = { WebFetch = '9/minute' }": "deny",
+    "[policy]\nafter = { WebFetch = ['Read'] }": "deny",
+    "[policy]\nquota = { Read = 1 }": None,
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("where", ["inside wink exec", "in the home directory"])
+def test_rules_that_need_no_record_hold_without_one_and_others_deny(
+    project: Path, where: str, rules: str
+):
+    (project / "wink.toml").write_text(f"{rules}\n")
+    told = {"session_id": "s1", "hook_event_name": "PreToolUse", "tool_name": "WebFetch"}
+    hook = [*WINK, "hook", "run", "claude", "-w", "."]
+    script = f"printf '%s' '{json.dumps(told)}' | {' '.join(hook)} > said"
+
+    if where == "inside wink exec":
+        assert wink("exec", "--", "sh", "-c", script, cwd=project).returncode == 0
+    else:
+        env = {**os.environ, "HOME": str(project)}
+        subprocess.run(["sh", "-c", script], cwd=project, env=env, check=True)
+    said = json.loads((project / "said").read_text() or "{}").get("hookSpecificOutput", {})
+    assert said.get("permissionDecision") == RULES[rules]
 
 
 def test_what_is_no_hook_s_input_is_wrong_use(project: Path):

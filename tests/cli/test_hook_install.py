@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -219,5 +220,9 @@ def test_the_command_works_anywhere_and_denies_what_would_not_be_recorded(
 
     before = command(place)
     assert '"deny"' in run(before).stdout
-    assert run(before.replace("client.py", "gone.py")).returncode == 2
+    for missing in (
+        before.replace("client.py", "gone.py"),
+        before.replace(sys.executable, "/gone"),
+    ):
+        assert run(missing).returncode == 2
     assert "exit" not in command(place, "PostToolUse")

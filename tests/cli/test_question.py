@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -313,6 +313,27 @@ def test_arguments_with_their_default_are_known_from_the_schema():
         tools.execute("deploy", {"place": "here", "dry": True})
 
     assert shown[0].defaults == ("count", "flags")
+
+
+def test_arguments_with_their_default_are_known_where_a_factory_makes_it():
+    shown: list[ApprovalRequest] = []
+
+    @dataclass(frozen=True)
+    class Command:
+        command: str
+        cwd: str = "."
+        env: dict[str, str] = field(default_factory=dict[str, str])
+
+    def run(params: Command, *, context: wink.ToolContext) -> wink.ToolResult[None]:
+        return wink.ToolResult.ok(None)
+
+    tool = wink.Tool[Command, None](name="run", description="Run.", handler=run)
+    policy = ApprovalPolicy(ask=lambda request: bool(shown.append(request)))
+    with wink.ToolRegistry([tool], policies=[policy]) as tools:
+        tools.execute("run", {"command": "ls"})
+        tools.execute("run", {"command": "ls", "env": {"CI": "1"}})
+
+    assert [each.defaults for each in shown] == [("cwd", "env"), ("cwd",)]
 
 
 def test_a_question_mark_explains_the_answers(

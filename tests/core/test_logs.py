@@ -321,3 +321,36 @@ def test_in_data_the_values_of_secret_names_are_replaced():
     }
 
     assert Redaction().value(data) == {**data, "api_key": "(the key)"}
+
+
+def numbered(text: str) -> str:
+    return "\n".join(f"{n:>6}\t{line}" for n, line in enumerate(text.split("\n"), 1))
+
+
+SECRET = "7hJ2kQ9xW4vB8nM1cR6tY3uZ5pL0sDgFaEiOoXqKwVb"
+KEYS = {
+    "age": f"# public key: age1x\nAGE-SECRET-KEY-1{SECRET.upper()}Q8LQ9XGZ3S5R6",
+    "WireGuard": f"[Interface]\nPrivateKey = {SECRET}=\nAddress = 10.0.0.1/24",
+    "PuTTY": f"Public-Lines: 1\nAAAA\nPrivate-Lines: 2\n{SECRET}\n{SECRET[:20]}\nPrivate-MAC: 0f",
+    "JSON Web Key": json.dumps({"kty": "EC", "x": "public", "d": SECRET}, indent=1),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("spelled", [str, json.dumps, numbered])
+def test_private_keys_in_formats_of_their_own_are_hidden(kind: str, spelled: Callable[[str], str]):
+    text = spelled(KEYS[kind])
+
+    done = Redaction()(text)
+
+    assert SECRET[:20] not in done
+    assert SECRET.upper() not in done
+    assert done.count("\n") == text.count("\n")
+    assert "public" in done or "Address" in done or "Private-MAC" in done
+
+
+def test_so_are_those_of_a_json_web_key_in_data():
+    data = {"kty": "RSA", "n": "public", "d": SECRET, "qi": SECRET}
+
+    assert Redaction().value(data) == {**data, "d": "(the key)", "qi": "(the key)"}
+    assert Redaction().value({"d": SECRET, "n": 1}) == {"d": SECRET, "n": 1}

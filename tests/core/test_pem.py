@@ -29,6 +29,7 @@ KEYS = {
     "PKCS#8": pem("PRIVATE KEY", RSA),
     "RSA": pem("RSA PRIVATE KEY", bytes.fromhex("308204a40201000282010100")),
     "EC": pem("EC PRIVATE KEY", bytes.fromhex("30770201010420"), data=DATA[:114]),
+    "EC of 384 bits": pem("EC PRIVATE KEY", bytes.fromhex("3081a4020101043030"), data=DATA[:160]),
     "Ed25519": pem(
         "PRIVATE KEY", bytes.fromhex("302e020100300506032b657004220420"), data=DATA[:32]
     ),
@@ -138,6 +139,8 @@ def test_lines_that_are_cut_go_with_those_beside_them(kind: str):
 
 
 def test_a_key_without_lines_is_known_by_its_start():
+    curve = "".join(data_lines(KEYS["EC of 384 bits"]))
+    assert leaked(KEYS["EC of 384 bits"], without_secrets(f"key: {curve}")) == set()
     key = "".join(data_lines(KEYS["PKCS#8"]))
     inside = base64.b64encode(KEYS["RSA"].encode()).decode()
 

@@ -595,6 +595,26 @@ def test_runs_that_we_start_load_no_planted_module(workspace: Path):
     assert done.stdout == f"wink {__version__}\n"
 
 
+def test_nor_does_a_hook_that_records_the_event_itself(workspace: Path):
+    (workspace / "src").mkdir()
+    for name in ("encodings", "weakincentives", "re", "sitecustomize"):
+        plant(workspace / f"src/{name}/__init__.py", "open('/dev/stdout', 'w').write('planted')")
+    client = SOURCE / "cli/hooks/client.py"
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(client), "claude"],
+        env={**os.environ, "PYTHONPATH": str(workspace / "src"), "WINK_HOOK_IDLE": "0"},
+        cwd=workspace / "src",
+        input="no event",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout == ""
+    assert "expected an event of Claude Code" in done.stderr
+
+
 def test_a_planted_module_does_not_stand_in_for_one_that_is_not_installed(tmp_path: Path):
     """The project is installed beside us to be edited: its sources are on the path."""
     ours = Installed(tmp_path)

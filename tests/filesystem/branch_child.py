@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import sys
@@ -17,9 +16,6 @@ from killed_child import Death
 
 from weakincentives.errors import MergeConflict, NoSuchBranch, UndoRefused
 from weakincentives.filesystem import Branch, HostFilesystem, drop_branch
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["branch_child", "weakincentives.filesystem.branches"])
 
 # One deed, killed at one of its system calls
 

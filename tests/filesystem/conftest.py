@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from forks import ensure_running
 from trees import KINDS, filesystem
 
 
@@ -26,3 +27,9 @@ def make(kind: str) -> Iterator[Callable[..., Any]]:
 
 def _make(stack: contextlib.ExitStack, kind: str, *args: Any, **kwargs: Any) -> Any:
     return stack.enter_context(filesystem(kind, *args, **kwargs))
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> None:
+    """Have the process run that others are forked from, before a test changes directory."""
+    ensure_running()

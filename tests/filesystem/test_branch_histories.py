@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing.forkserver
-import os
 import signal
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +16,8 @@ from pathlib import Path
 
 import branch_child
 import pytest
-from branch_child import Change, Deed, processes
+from branch_child import Change, Deed
+from forks import processes
 from hypothesis import example, given
 from hypothesis import strategies as st
 from killed_child import Death
@@ -33,6 +31,8 @@ from weakincentives.filesystem import (
     WorkspaceHistory,
     branches_of,
 )
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 # In `make torture` 10,000 histories with kills, in parts that run at once.
 PARTS = 10 if THOROUGH else 1
@@ -390,13 +390,6 @@ class Work:
 
 def shown(files: Filesystem) -> Files:
     return {path: files.read(path) for path in PATHS if files.exists(path)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
 
 
 path, number, name = st.sampled_from(PATHS), st.integers(0, 5), st.sampled_from(NAMES)

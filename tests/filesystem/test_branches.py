@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.forkserver
 import os
 import shutil
 import stat
@@ -17,7 +16,7 @@ from typing import Any
 
 import branch_child
 import pytest
-from branch_child import processes
+from forks import processes
 from killed_child import Death
 from trees import elsewhere, has_xattrs, look, put
 
@@ -667,13 +666,6 @@ def test_a_branch_works_with_the_store_on_another_filesystem(root: Path, tmp_pat
 
 
 # Kills
-
-
-@pytest.fixture(scope="module")
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
 
 
 def attempt(deed: str, root: Path, death: Death) -> bool:

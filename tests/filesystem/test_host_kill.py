@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import shutil
@@ -24,11 +22,14 @@ from typing import Any
 
 import killed_child
 import pytest
+from forks import processes
 from killed_child import Call, Death, Orders, Seen, Step, Tree, build, fill, look, plan
 from trees import elsewhere
 
-from chance import HEAVY, SEED
+from chance import HEAVY, SEED, STRIDE
 from weakincentives.filesystem import HostFilesystem
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
 
@@ -140,20 +141,6 @@ def differences(seen: dict[str, Seen], tree: Tree, times: dict[tuple[int, int], 
     return sorted(problems)
 
 
-# Processes to kill. They are forked from one that has everything imported already.
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["killed_child", "weakincentives.filesystem.disk"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # Python 3.11 does not tell it where our modules are, and then loads them in every child.
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
-
-
 class KillAt:
     """A moment: so many seconds after so many reports."""
 
@@ -171,9 +158,9 @@ def child(orders: Orders):
 
     On leaving, the process is dead, with all that it started and that keeps its group.
     """
-    receiving, sending = _processes.Pipe(duplex=False)
-    ends, lives = _processes.Pipe(duplex=False)
-    process = _processes.Process(target=killed_child.work, args=(orders, sending, lives))
+    receiving, sending = processes.Pipe(duplex=False)
+    ends, lives = processes.Pipe(duplex=False)
+    process = processes.Process(target=killed_child.work, args=(orders, sending, lives))
     process.start()
     sending.close()
     lives.close()
@@ -433,7 +420,7 @@ def kill_everywhere(base: Path, call: Call, away: Path | None = None) -> None:
     orders = Orders(base, calls=[call], death_at_work=True)
     steady = call.engine != "external"  # how many steps a scan takes depends on the clock
     # A program takes its time: of its scenarios, each takes other instants.
-    stride = 3 if call.engine in ("command", "external") else 1
+    stride = max(STRIDE, 3 if call.engine in ("command", "external") else 1)
     first = (len(call.steps) + call.kept) % stride
     committed = False
 

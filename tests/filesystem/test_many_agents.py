@@ -7,10 +7,7 @@ merges came.
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
-import os
 import random
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,22 +15,18 @@ from pathlib import Path
 
 import branch_child
 import pytest
-from branch_child import Agent, edit_own_line, processes
+from branch_child import Agent, edit_own_line
+from forks import processes
 from killed_child import Death
 
 from chance import SEED, THOROUGH
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
 from weakincentives.filesystem.tree import wait_until
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 SEEDS = range(SEED, SEED + (1000 if THOROUGH else 5))
 AGENTS, TASKS, FILES = 8, 2, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
 
 
 class Running:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 
 import portable_child
 import pytest
-from branch_child import processes
+from forks import processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import look, make_repository, plant, put, run_git
@@ -49,6 +48,8 @@ from weakincentives.filesystem import (
     unpack_branch,
 )
 from weakincentives.filesystem.layers import walk, xattrs_at
+
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 ON_BRANCHES = settings(max_examples=max(10, settings.default.max_examples // 5))
 
@@ -421,13 +422,6 @@ def send(branch: Branch, objects: LocalObjects, lines: list[str]) -> None:
     upload.saved(len(new))
     assert upload.pending() == []
     lines += new
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.mark.heavy

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import shutil
@@ -20,6 +18,7 @@ from typing import Literal
 
 import killed_child
 import pytest
+from forks import processes
 from hypothesis import given
 from hypothesis import strategies as st
 from killed_child import Death
@@ -33,25 +32,14 @@ from weakincentives.filesystem.history import History
 from weakincentives.filesystem.prune import disk_usage
 from weakincentives.filesystem.store import Store, location_of
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 EVERYTHING = Limits(days=0, newest=0)
 NOTHING = Limits()
 DAY = 86_400
 TEXT = "a line that repeats itself\n" * 1000
 
 TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["killed_child", "weakincentives.filesystem.disk", "weakincentives.cli.entry"]
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forkserver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # Python 3.11 does not tell it where our modules are, and then loads them in every child.
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture
@@ -313,7 +301,7 @@ def prune_and_die(root: Path, limits: Limits, death: Death) -> int:
 
 
 def die(target: Callable[..., None], *args: object) -> int:
-    child = _processes.Process(target=target, args=args)
+    child = processes.Process(target=target, args=args)
     child.start()
     child.join()
     assert child.exitcode is not None

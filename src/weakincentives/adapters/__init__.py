@@ -1,4 +1,9 @@
-"""Clients for models. Each translates one provider's format; none executes a tool."""
+"""Clients for models: each translates one provider's format, and none executes a tool.
+
+May know: `core`, `errors`, `filesystem`, `prompt`, `retry`, `runtime`, `serde`, `session`,
+`tool_result`.
+Must not go here: policies, transactions, or anything that holds for every model.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
-import signal
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from weakincentives.adapters import (
     Adapter,
@@ -23,12 +20,12 @@ from weakincentives.adapters import (
     ToolEnded,
     ToolRolledBack,
 )
-from weakincentives.cli.common import FOR_OTHERS, InUse, Misuse, open_branch, open_workspace, say
+from weakincentives.cli.common import FOR_OTHERS, InUse, open_branch, open_workspace, say
 from weakincentives.cli.config import Settings, save_rule
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
 from weakincentives.cli.question import Approver
-from weakincentives.cli.run import KIND, inbox_of
-from weakincentives.cli.signals import handled_at_once
+from weakincentives.cli.saved_runs import KIND, inbox_of, open_session
+from weakincentives.cli.signals import Stop, stopping
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import (
     CallEnded,
@@ -38,12 +35,10 @@ from weakincentives.cli.view import (
     RunStarted,
     View,
     open_view,
-    restore_terminal,
 )
 from weakincentives.cli.workbench import (
     Workbench,
     check_fits_branch,
-    load_types,
     open_workbench,
     prefers_branch,
 )
@@ -54,7 +49,6 @@ from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.media import Content, Media
 from weakincentives.errors import (
     MergeConflict,
-    SessionInUse,
     WinkError,
     WorkspaceLocked,
 )
@@ -76,18 +70,6 @@ from weakincentives.runtime.conversation import Message, last_conversation
 from weakincentives.runtime.forks import RUN, SECTIONS
 from weakincentives.runtime.merge import merge_branch, rebased
 from weakincentives.serde import dump
-
-
-@contextmanager
-def open_session(run: Run, settings: Settings) -> Generator[SavedSession]:
-    """Open the saved session of a run for the block; raise Misuse if the run is in progress."""
-    load_types(settings)
-    try:
-        saved = SavedSession.open(run.path)
-    except SessionInUse as error:
-        raise Misuse(f"{run.id} is running in another process") from error
-    with saved:
-        yield saved
 
 
 @dataclass(kw_only=True)
@@ -489,72 +471,3 @@ def _logged_to(path: Path) -> Generator[None]:
             yield
         finally:
             logging.getLogger().removeHandler(handler)
-
-
-# Stopping
-
-
-@dataclass(slots=True)
-class Stop:
-    """Which signal stopped the run, and when."""
-
-    by: int = signal.SIGINT
-    at: float | None = None
-    is_over: bool = False
-    """The run has ended: closing and showing its result must not be interrupted."""
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.by
-
-
-@contextmanager
-def stopping(patience: float) -> Generator[Stop]:
-    """Let the first signal stop the run at a clean point, and the next one at once."""
-    stop = Stop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def interrupt(number: int, frame: object) -> None:
-        if stop.at is None:
-            stop.at = SYSTEM_CLOCK.monotonic()
-            if not stop.is_over:
-                raise KeyboardInterrupt
-        # `timeout` and `make` pass one signal on twice, within moments.
-        if SYSTEM_CLOCK.monotonic() - stop.at > patience:
-            _end_at_once(stop)
-
-    def terminate(number: int, frame: object) -> None:
-        if stop.at is None:
-            stop.by = number
-        for each in terminals:
-            if not os.isatty(each):  # closed: writing to it would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), each)
-        # As SIGINT, which is held back in critical sections.
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, terminate)
-    if before[signal.SIGHUP] is not signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, terminate)
-    try:
-        with handled_at_once():
-            yield stop
-    finally:
-        for number, handler in before.items():
-            if stop.at is None:
-                signal.signal(number, handler)
-            elif number != signal.SIGINT:
-                # A repeated signal must not cut the exit short; Python removes handlers before it
-                # ends, so ignore it.
-                signal.signal(number, signal.SIG_IGN)
-
-
-def _end_at_once(stop: Stop) -> NoReturn:
-    """Exit like a kill: the next process to open the directory rolls back the current call."""
-    restore_terminal()
-    if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
-    os.write(2, b"\nwink: stopped at once; the next wink command rolls back the current call\n")
-    os._exit(stop.exit_code)

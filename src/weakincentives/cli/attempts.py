@@ -18,9 +18,9 @@ from typing import IO, Any, NoReturn, cast
 import typer
 
 from weakincentives.cli import entry
-from weakincentives.cli.agent import stopping
 from weakincentives.cli.common import Misuse, echo, say, shortened, table
 from weakincentives.cli.config import Settings
+from weakincentives.cli.signals import stopping
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.view import Outcome
 from weakincentives.contrib.tools import find_sandbox

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from weakincentives.adapters import Adapter, MessageReceived, RunOptions
-from weakincentives.cli.agent import AgentRun, Stop
+from weakincentives.cli.agent import AgentRun
 from weakincentives.cli.common import Misuse, echo, hint, say, shortened
 from weakincentives.cli.history import show_diff
 from weakincentives.cli.models import budget_of, open_model, price_of, tracker_of
+from weakincentives.cli.signals import Stop
 from weakincentives.cli.view import Outcome, open_view
 from weakincentives.contrib.tools import Plan
 from weakincentives.core.budget import BudgetTracker

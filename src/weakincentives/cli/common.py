@@ -194,3 +194,11 @@ def open_branch(
         raise Misuse(f"the branch {name} is in use by process {error.pid}") from error
     except FilesystemError as error:
         raise Misuse(str(error)) from error
+
+
+def text_of(given: str, if_empty: str) -> str:
+    """Return an argument, or standard input in place of a dash; raise Misuse if it is empty."""
+    text = sys.stdin.read() if given == "-" else given
+    if not text.strip():
+        raise Misuse(if_empty)
+    return text

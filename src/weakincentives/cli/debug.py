@@ -25,8 +25,8 @@ from weakincentives.cli.common import (
     shortened,
 )
 from weakincentives.cli.database import is_named, open_runs
+from weakincentives.cli.fetching import where_to_look
 from weakincentives.cli.options import AsJson, DatabaseUrl, Workspace, complete_runs, run_argument
-from weakincentives.cli.worker import where_to_look
 from weakincentives.core.text import counted, size_of
 from weakincentives.errors import QueryError
 

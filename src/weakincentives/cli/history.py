@@ -27,6 +27,7 @@ from weakincentives.cli.common import (
     summary_of,
 )
 from weakincentives.cli.doctor import was_killed
+from weakincentives.cli.fetching import where_to_look
 from weakincentives.cli.options import (
     AsJson,
     Before,
@@ -38,7 +39,6 @@ from weakincentives.cli.options import (
     complete_calls,
     run_argument,
 )
-from weakincentives.cli.worker import where_to_look
 from weakincentives.core.text import counted, harmless
 from weakincentives.errors import (
     FilesystemError,
@@ -708,9 +708,8 @@ class _Rewind:
         )
 
     def _rewind(self, force: bool) -> int:
-        from weakincentives.cli.agent import open_session
         from weakincentives.cli.config import load_settings
-        from weakincentives.cli.run import with_flags_of
+        from weakincentives.cli.saved_runs import open_session, with_flags_of
         from weakincentives.runtime.rewind import rewind_run
 
         flags, stored = with_flags_of(self._run, {})

@@ -12,9 +12,9 @@ from typing import Any
 from weakincentives.adapters import Message, RunConfig
 from weakincentives.cli.common import Misuse
 from weakincentives.cli.config import Settings, load_settings
+from weakincentives.cli.fetching import Fetch
 from weakincentives.cli.models import open_model, tracker_of
 from weakincentives.cli.workbench import check_fits_branch, load_types, open_workbench
-from weakincentives.cli.worker import Fetch
 from weakincentives.contrib.tools.suite import load_types as load_own_types
 from weakincentives.core.logs import get_logger
 from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run

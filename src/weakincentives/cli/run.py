@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run
+from weakincentives.cli.common import Misuse, echo, examples, existing_directory, find_run, text_of
 from weakincentives.cli.options import (
     AsJson,
     AskElsewhere,
@@ -26,14 +25,12 @@ from weakincentives.cli.options import (
     Yes,
     run_argument,
 )
+from weakincentives.cli.saved_runs import KIND, inbox_of, with_flags_of
 from weakincentives.errors import SessionError, SnapshotError
 
 if TYPE_CHECKING:
     from weakincentives.core.media import Media
     from weakincentives.runtime.calls import Run
-
-KIND = "run"
-"""Marks the saved sessions of runs."""
 
 
 @examples(
@@ -140,14 +137,6 @@ def run(
         quiet=quiet,
         attached=_attached(attach),
     ).perform()
-
-
-def text_of(given: str, if_empty: str) -> str:
-    """Return an argument, or standard input in place of a dash; raise Misuse if it is empty."""
-    text = sys.stdin.read() if given == "-" else given
-    if not text.strip():
-        raise Misuse(if_empty)
-    return text
 
 
 def _listed(text: str | None) -> list[str]:
@@ -307,21 +296,6 @@ def send(
     if SavedSession.is_in_use(runs[0].path):
         raise Misuse(f"{name} is a chat that waits for input: type the message there")
     raise Misuse(f'{name} is not in progress; to continue it: wink resume {name} "..."')
-
-
-def inbox_of(session: Path) -> Path:
-    """Return the inbox of a run; ``session`` is its file."""
-    return session.with_suffix(".inbox")
-
-
-def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags of a run with those given now, and the rules that only the run has."""
-    flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
-    stored = [each for each in flags.get("policy", ()) if each not in given.get("policy", ())]
-    flags["sandbox"] = flags.get("sandbox") or []
-    for name in {"policy", "ask", "sandbox"} & given.keys():  # rules add up, each once
-        given[name] = list(dict.fromkeys([*flags.get(name, ()), *given[name]]))
-    return flags | given, stored
 
 
 def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:

@@ -1,12 +1,17 @@
-"""Signals take effect at once, whatever the main thread waits for."""
+"""Signals: they take effect at once, and the first one stops a run at a clean point."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+from weakincentives.core.clock import SYSTEM_CLOCK
 
 _AGAIN = 0.05
 """Seconds until the main thread is interrupted again."""
@@ -58,3 +63,74 @@ def handled_at_once() -> Generator[None]:
         signal.set_wakeup_fd(outer)
         signal.signal(nudge, handler)
         os.close(writing)
+
+
+# Stopping
+
+
+@dataclass(slots=True)
+class Stop:
+    """Which signal stopped the run, and when."""
+
+    by: int = signal.SIGINT
+    at: float | None = None
+    is_over: bool = False
+    """The run has ended: closing and showing its result must not be interrupted."""
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.by
+
+
+@contextmanager
+def stopping(patience: float) -> Generator[Stop]:
+    """Let the first signal stop the run at a clean point, and the next one at once."""
+    stop = Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def interrupt(number: int, frame: object) -> None:
+        if stop.at is None:
+            stop.at = SYSTEM_CLOCK.monotonic()
+            if not stop.is_over:
+                raise KeyboardInterrupt
+        # `timeout` and `make` pass one signal on twice, within moments.
+        if SYSTEM_CLOCK.monotonic() - stop.at > patience:
+            _end_at_once(stop)
+
+    def terminate(number: int, frame: object) -> None:
+        if stop.at is None:
+            stop.by = number
+        for each in terminals:
+            if not os.isatty(each):  # closed: writing to it would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), each)
+        # As SIGINT, which is held back in critical sections.
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+    if before[signal.SIGHUP] is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, terminate)
+    try:
+        with handled_at_once():
+            yield stop
+    finally:
+        for number, handler in before.items():
+            if stop.at is None:
+                signal.signal(number, handler)
+            elif number != signal.SIGINT:
+                # A repeated signal must not cut the exit short; Python removes handlers before it
+                # ends, so ignore it.
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _end_at_once(stop: Stop) -> NoReturn:
+    """Exit like a kill: the next process to open the directory rolls back the current call."""
+    from weakincentives.cli.view import restore_terminal
+
+    restore_terminal()
+    if sys.stderr.isatty():
+        os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
+    os.write(2, b"\nwink: stopped at once; the next wink command rolls back the current call\n")
+    os._exit(stop.exit_code)

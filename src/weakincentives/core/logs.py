@@ -146,6 +146,18 @@ _SHAPES = tuple(
         (("eyJ",), r"(?<![\w-])(?P<secret>eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"),
         (("earer ",), r"\b[Bb]earer (?P<secret>[\w.~+/=-]{8,})"),
         (("://",), r"://(?P<secret>[^/@\s:]*:[^/@\s]+)@"),
+        # Private keys in the formats of age, WireGuard, PuTTY and JSON Web Keys.
+        (("AGE-SECRET-KEY-",), r"(?P<secret>AGE-SECRET-KEY-[0-9A-Z-]{40,})"),
+        (("edKey", "teKey"), r"(?:Private|Preshared)Key[ \t]*=[ \t]*(?P<secret>[\w+/]{42,44}=?)"),
+        (
+            ("Private-Lines:",),
+            r"Private-Lines: \d{1,3}(?P<secret>(?:(?:\r?\n|\\{1,4}n)[^\w\n]{0,9}(?:\d{1,6}\W{1,3})?"
+            r"[A-Za-z0-9+/]{1,99}={0,2}(?=\s|\\|\Z))+)",
+        ),
+        (
+            ("kty",),
+            r"\b(?:d|p|q|dp|dq|qi|k)\\{0,4}[\"'][ \t]*:[ \t]*\\{0,4}[\"'](?P<secret>[\w-]{20,})",
+        ),
         (  # as in .env
             ("=",),
             r"(?<![\w$])(?P<variable>[A-Z][A-Z0-9_]{0,63})(?P<gap>[ \t]{1,4})?=[ \t]{0,4}[\"']?"
@@ -166,6 +178,8 @@ _ANY_NEEDLE = re.compile("|".join(re.escape(each) for some, _ in _SHAPES for eac
 _SHORT = 400
 """Characters up to which one search for all of them is faster than one for each."""
 _KEYS = 10_000
+_PRIVATE = frozenset({"d", "p", "q", "dp", "dq", "qi", "k"})
+"""The private parts of a JSON Web Key."""
 
 
 class Redaction:
@@ -219,8 +233,13 @@ class Redaction:
                 return _hidden(value)
             return self(value)
         if isinstance(value, dict):
-            pairs = cast("dict[str, Any]", value).items()
-            return {self._key(key): self.value(each, key) for key, each in pairs}
+            given = cast("dict[str, Any]", value)
+            # Those of a JSON Web Key say nothing by themselves.
+            secret = _PRIVATE if "kty" in given else frozenset[str]()
+            return {
+                self._key(key): self.value(each, "private_key" if key in secret else key)
+                for key, each in given.items()
+            }
         if isinstance(value, list | tuple):
             items = cast("Sequence[Any]", value)
             is_text = len(items) > 1 and all(isinstance(each, str) for each in items)

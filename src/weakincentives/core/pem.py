@@ -45,7 +45,7 @@ _FIELD = re.compile(r"[\s\d:|+>-]*(?:[A-Z][\w-]+: .*)?")
 # How keys start in DER (PKCS#1, PKCS#8, SEC1, PKCS#12), in OpenSSH's format, and those with their
 # header encoded once more, as in the secrets of Kubernetes.
 _START = re.compile(
-    rf"(?:(?<![A-Za-z0-9+/_-])|(?<=\d-))(?P<secret>(?:MII{_B64}{{3}}IBA|MI[GH]{_B64}AgEA|M[A-Z]{_B64}CAQ[AE]"
+    rf"(?:(?<![A-Za-z0-9+/_-])|(?<=\d-))(?P<secret>(?:MII{_B64}{{3}}IBA|MI[GH]{_B64}AgE[AB]|M[A-Z]{_B64}CAQ[AE]"
     rf"|b3BlbnNzaC1rZXktdjE|LS0tLS1CRUdJTi(?!BDRVJU|BQVUJM)){_B64}{{24,}}={{0,2}})"
 )
 # The same with more lines: the header tells only the first.
@@ -54,7 +54,7 @@ _ENCODED = re.compile(
     rf"(?:{_LINE_END.pattern}[ \t]*{_B64}{{60,}})*={{0,2}}"
     rf"(?:{_LINE_END.pattern}[ \t]*{_B64}+={{0,2}}(?=[ \t]*(?:[\r\n\"'\\]|\Z)))?"
 )
-_STARTS = ("IBA", "AgEA", "CAQ", "b3BlbnNz", "LS0tLS1CRUdJTi")
+_STARTS = ("IBA", "AgE", "CAQ", "b3BlbnNz", "LS0tLS1CRUdJTi")
 _RUN = re.compile(
     rf"(?:(?<![A-Za-z0-9+/\\])|(?<=\\[bfnrt])|(?<=\\u[0-9a-f]{{4}})){_B64}{{{_PART},}}"
 )

@@ -413,19 +413,36 @@ def is_our_code(status: os.stat_result) -> bool:
     Installers link the files of all environments to one cache: to change one of them in a project's
     environment would change it in ours.
     """
-    return (status.st_dev, status.st_ino) in _linked_code()
+    return (status.st_dev, status.st_ino) in _inodes_of_our_code()
 
 
 @functools.cache
-def _linked_code() -> frozenset[tuple[int, int]]:
+def _inodes_of_our_code() -> frozenset[tuple[int, int]]:
+    """Return device and inode of every file of our code.
+
+    Directories list the inodes of their files: to ask for each of a hundred thousand files takes a
+    second. Some filesystems list others there; the first file of each directory shows it.
+    """
     found: set[tuple[int, int]] = set()
-    for place in our_code():
-        for folder, _, names in os.walk(place) if place.is_dir() else [(place.parent, (), [place])]:
-            for name in names:
-                with contextlib.suppress(OSError):
-                    status = os.lstat(os.path.join(folder, name))
-                    if status.st_nlink > 1:
+    places = set(our_code())
+    todo = [os.fspath(each) for each in places if places.isdisjoint(each.parents)]
+    for place in todo:
+        with contextlib.suppress(OSError):
+            status = os.lstat(place)
+            found.add((status.st_dev, status.st_ino))
+    while todo:
+        with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
+            device: int | None = None
+            for each in entries:
+                if each.is_dir(follow_symlinks=False):
+                    todo.append(each.path)
+                elif device is not None:
+                    found.add((device, each.inode()))
+                else:
+                    with contextlib.suppress(OSError):  # it has just gone
+                        status = each.stat(follow_symlinks=False)
                         found.add((status.st_dev, status.st_ino))
+                        device = status.st_dev if status.st_ino == each.inode() else None
     return frozenset(found)
 
 

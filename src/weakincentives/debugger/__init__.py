@@ -1,4 +1,9 @@
-"""See every file and value of a run at every call: in the browser, as a page, as tables."""
+"""See every file and value of a run at every call: in the browser, as a page, as tables.
+
+May know: `adapters`, `contrib`, `core`, `errors`, `filesystem`, `prompt`, `runtime`, `serde`,
+`session`.
+Must not go here: what an undo, a rewind or a fork does; it shows them and starts them.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,7 @@
-"""Runs that survive processes and machines.
+"""Runs that survive the death of their process, and can move to another machine.
 
-``temporal`` needs an extra of its own, and is imported by itself.
+May know: `adapters`, `core`, `errors`, `filesystem`, `prompt`, `runtime`, `serde`, `session`.
+Must not go here: how a call is run; a step runs it through the pipeline, as everything does.
 """
 
 from typing import TYPE_CHECKING

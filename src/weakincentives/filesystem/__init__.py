@@ -1,4 +1,8 @@
-"""Files a tool may read and change, and that can be put back as they were."""
+"""Files that tools read and change, and that a rollback or an undo restores exactly.
+
+May know: `core`, `errors`, `log`, `serde`, `session`.
+Must not go here: tools, what a model is shown, which call may change which file.
+"""
 
 from typing import TYPE_CHECKING
 

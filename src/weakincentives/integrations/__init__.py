@@ -1,4 +1,9 @@
-"""Our transactions inside the frameworks people already use: one module for each."""
+"""WINK's transactions inside other agent frameworks: one module for each.
+
+May know: `adapters`, `contrib`, `core`, `errors`, `filesystem`, `prompt`, `resources`, `retry`,
+`runtime`, `serde`, `session`, `tool_result`.
+Must not go here: what two frameworks share; that is ``bridge``.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """The log: what each call changed, stored once, as an operation.
 
-It knows values, pure functions over them and their storage; it knows nothing of tools, prompts or
-how files are changed. Code that captures or restores files belongs in ``filesystem``.
+May know: `core`, `errors`.
+Must not go here: tools and prompts, or how files are captured and restored.
 """
 
 from typing import TYPE_CHECKING

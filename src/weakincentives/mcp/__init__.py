@@ -1,4 +1,9 @@
-"""The Model Context Protocol, both ways: serve our tools to any client, use any server's tools."""
+"""The Model Context Protocol, both ways: serve tools to any client, use any server's tools.
+
+May know: `adapters`, `contrib`, `core`, `errors`, `filesystem`, `prompt`, `resources`, `retry`,
+`runtime`, `serde`, `session`, `tool_result`.
+Must not go here: the command line of the server; that is ``cli.mcp``.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""Prompts: tools, their results, policies, sections and templates."""
+"""What the model is offered, as a developer declares it: tools, sections, policies, prompts.
+
+May know: `core`, `errors`, `filesystem`, `resources`, `retry`, `serde`, `session`, `tool_result`.
+Must not go here: anything that executes a call, but for the one hand-over in ``Tool.__call__``.
+"""
 
 from typing import TYPE_CHECKING
 

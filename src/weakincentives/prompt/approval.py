@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from weakincentives.core.logs import get_logger
@@ -452,12 +452,21 @@ def _request(tool: Tool[Any, Any], params: Any, context: ToolContext) -> Approva
 
 
 def _defaults(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    known = tool.parameters.get("properties", {})
+    known: dict[str, Any] = {
+        name: each["default"]
+        for name, each in tool.parameters.get("properties", {}).items()
+        if "default" in each
+    }
+    if is_dataclass(tool.params_type):  # a schema does not have what a factory makes
+        known |= {
+            each.name: dump(each.default_factory())
+            for each in fields(tool.params_type)
+            if each.default_factory is not MISSING
+        }
     return tuple(
         name
         for name, value in arguments.items()
-        if "default" in known.get(name, {})
-        and _json({"": value}) == _json({"": known[name]["default"]})
+        if name in known and _json({"": value}) == _json({"": known[name]})
     )
 
 

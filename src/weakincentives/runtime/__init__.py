@@ -1,4 +1,9 @@
-"""What happens when the model calls: sessions, transactions, and the pipeline."""
+"""What happens when the model calls: the pipeline, transactions, turns, runs, their history.
+
+May know: `core`, `errors`, `filesystem`, `prompt`, `resources`, `retry`, `serde`, `session`,
+`tool_result`.
+Must not go here: the format of a provider, or what only one application does.
+"""
 
 from typing import TYPE_CHECKING
 

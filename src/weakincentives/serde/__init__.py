@@ -2,6 +2,9 @@
 
 ``parse``, ``dump`` and ``schema`` use plain JSON, as models and tools do. ``freeze`` and ``thaw``
 keep the exact runtime types, for values that must come back equal in another process.
+
+May know: `core`, `errors`.
+Must not go here: what a value means; a schema of one provider belongs in ``adapters``.
 """
 
 from typing import TYPE_CHECKING

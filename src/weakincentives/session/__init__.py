@@ -1,7 +1,7 @@
-"""The state of an agent: slices, their events, memory, and the contract of a transaction.
+"""Typed state that is rolled back with a call, and the contract of everything else that is.
 
-May know: ``core``, ``serde`` and results. Must not go here: files, prompts, how a call runs.
-``weakincentives.runtime`` exports what users need.
+May know: `core`, `errors`, `retry`, `serde`, `tool_result`.
+Must not go here: prompts, the pipeline, where a session is stored.
 """
 
 __all__: list[str] = []

@@ -10,6 +10,9 @@ with validation, rollback and the record in the session. Report reads and writes
 test that concurrent calls come out as if they had run one after the other. Run ``adapter_cases``
 over your own adapter to test that it keeps an agent's promises, and ``resource_cases`` over your
 own resource to test that it is rolled back.
+
+May know: `adapters`, `core`, `errors`, `filesystem`, `prompt`, `resources`, `runtime`, `session`.
+Must not go here: helpers that only our own tests need; they belong in ``tests/``.
 """
 
 from typing import TYPE_CHECKING

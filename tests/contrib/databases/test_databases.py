@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -709,6 +710,75 @@ def test_a_call_that_must_not_be_re_run_says_that_it_lost_a_race(world: World):
     assert lost.failure.code == "CONFLICT"
     assert lost.message.startswith("another transaction was changing the same data")
     assert world.total() == 1
+
+
+def losing(reach: Any, engine: sqlalchemy.Engine, tries: list[int]) -> Any:
+    @wink.tool(reach=reach)
+    def loses(number: int, *, context: wink.ToolContext) -> str:
+        """Lose the connection after a statement, the first time."""
+        db = context.resources.get(Database)
+        db.execute(NEW, {"number": number})
+        tries.append(number)
+        if len(tries) == 1:
+            server = db.execute("SELECT pg_backend_pid()").scalar_one()
+            with engine.begin() as other:
+                other.exec_driver_sql(f"SELECT pg_terminate_backend({server}, 60000)")
+        db.execute("SELECT 1")
+        return "done"
+
+    return loses
+
+
+@pytest.mark.parametrize("world", ["sql-postgres"], indirect=True)
+@pytest.mark.parametrize("reach", ["reversible", None])
+def test_a_call_that_loses_its_connection_is_re_run_if_it_may_be(world: World, reach: Any):
+    tries: list[int] = []
+    tools = world.tools(losing(reach, world.engine, tries), add)
+
+    result = tools.execute("loses", {"number": 1})
+
+    assert (result.success, world.numbers()) == ((True, [1]) if reach else (False, []))
+    assert len(tries) == (2 if reach else 1)
+    assert tools.execute("add", {"number": 2}).success  # no other connection of the pool is in use
+
+
+@pytest.mark.parametrize("world", ["sql-postgres"], indirect=True)
+def test_after_a_restart_of_the_database_calls_go_on(world: World):
+    tools = world.tools(add)
+    assert tools.execute("add", {"number": 1}).success
+    with world.engine.begin() as other:
+        other.exec_driver_sql(
+            "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname ="
+            " current_database() AND pid <> pg_backend_pid()"
+        )
+
+    assert tools.execute("add", {"number": 2}).success
+    assert world.numbers() == [1, 2]
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_written_to_any_more(tmp_path: Path):
+    place = tmp_path / "desk.db"
+    database = SqliteDatabase(place)
+
+    def create(numbers: list[int]) -> None:
+        with sqlite3.connect(place) as made:
+            made.execute("CREATE TABLE t (n INTEGER)")
+            made.executemany("INSERT INTO t VALUES (?)", [(n,) for n in numbers])
+        made.close()
+
+    def seen() -> list[int]:
+        with database.transaction() as db:
+            return [row[0] for row in db.execute("SELECT n FROM t")]
+
+    create([1])
+    assert seen() == [1]
+    place.unlink()
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        seen()
+    place.unlink()
+    create([2])
+    assert seen() == [2]
+    database.close()
 
 
 def test_a_lock_held_elsewhere_is_waited_for_until_the_deadline(world: World):

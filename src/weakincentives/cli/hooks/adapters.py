@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,6 +175,19 @@ _CLINE = {
 """The file that an event's hook is in, by what the event is called when it is told."""
 
 
+class Copilot(Adapter):
+    """Copilot CLI: a sub-agent has a session of its own, whose parent is the agent's session."""
+
+    def read(self, told: Told) -> Event | None:
+        parent = told.get("parent_agent_id")
+        if not parent or told.get("agent_id") != told.get("session_id"):
+            return super().read(told)
+        event = super().read({**told, "session_id": parent})
+        if event is None or event.kind == "prompt":  # the agent wrote it, not the person
+            return None
+        return replace(event, kind="subagent_end") if event.kind == "turn_end" else event
+
+
 class Goose(Adapter):
     """goose: Claude's events in other words; only the hook before a tool is listened to."""
 
@@ -183,7 +196,11 @@ class Goose(Adapter):
         names |= {"tool_response": "tool_output", "prompt": "message", "error": "tool_output"}
         own = {ours: told.get(theirs) for ours, theirs in names.items()}
         # Only events of tools tell the directory; hooks are started in it.
-        return super().read({**told, **own})
+        event = super().read({**told, **own})
+        if event is None or event.tool != "delegate" or event.kind != "after":
+            return event
+        # No hook is told of a sub-agent's tools. One in the background works until the turn ends.
+        return None if event.params.get("async") else event
 
     def write(self, kind: Kind, reply: Reply) -> Mapping[str, Any] | None:
         return {"decision": "block", "reason": reply.denial} if reply.denial else None
@@ -268,13 +285,15 @@ ADAPTERS: Mapping[str, Adapter] = {
             reading=frozenset({"view_image", "web_search"}),
             others=frozenset({"Bash", "apply_patch"}),
         ),
-        Adapter(
+        Copilot(
             program="copilot",
             title="Copilot CLI",
             kinds=_CLAUDE,
             editing=frozenset({"create", "edit"}),
             reading=frozenset({"fetch_copilot_cli_documentation", "glob", "grep", "view"}),
-            not_calls=frozenset({"ask_user", "report_intent", "skill", "task", "update_todo"}),
+            not_calls=frozenset(
+                {"Agent", "ask_user", "report_intent", "skill", "task", "update_todo"}
+            ),
             others=frozenset({"bash"}),
             places=("path",),
         ),
@@ -307,7 +326,7 @@ ADAPTERS: Mapping[str, Adapter] = {
             },
             editing=frozenset({"edit", "write"}),
             reading=frozenset({"analyze", "load", "read_image", "tree"}),
-            not_calls=frozenset({"delegate", "load_skill", "todo__todo_write"}),
+            not_calls=frozenset({"load_skill", "todo__todo_write"}),
             others=frozenset({"shell"}),
             places=("path",),
         ),

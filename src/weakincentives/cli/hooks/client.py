@@ -61,7 +61,7 @@ def main() -> int:
                 return 1
     except (OSError, AttributeError):
         pass
-    own = [sys.executable, "-P", "-m", "weakincentives.cli", "hook", "run"]
+    own = [sys.executable, "-P", "-E", "-X", "utf8", "-m", "weakincentives.cli", "hook", "run"]
     posix.execv(sys.executable, [*own, *arguments])
     return 1
 

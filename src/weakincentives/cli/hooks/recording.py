@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.scan import Noted
     from weakincentives.prompt import ToolContext
     from weakincentives.prompt.approval import Approval, ApprovalRequest
+    from weakincentives.prompt.tool import Reach
     from weakincentives.runtime import SavedSession
     from weakincentives.tool_result import ToolResult
 
@@ -44,8 +45,8 @@ _NOTED = 2_000
 _TITLE = 60
 """Characters of a prompt that a run is named after."""
 _NO_END = (
-    "It was cancelled, or denied by the person: there was no event at its end. This is all that "
-    "changed in the directory until the next event."
+    "There was no event at its end: it was cancelled, denied by the person, or went on in the "
+    "background. This is all that changed in the directory until the next event."
 )
 
 
@@ -66,7 +67,8 @@ def answer(adapter: Adapter, event: Event) -> Reply:
     try:
         hooked = _Hooked(adapter, event, root, reply)
         if is_inside or is_wide:  # inside `wink exec`, all of it is one call already
-            hooked.deny_by_name()
+            if is_before:
+                hooked.admit_unrecorded()
         elif hooked.has_work():
             with hooked.opened():
                 if is_before:
@@ -150,14 +152,38 @@ class _Hooked:
         restricts = (rules.deny, rules.after, rules.quota, rules.rate, rules.use)
         return not self._reads or bool(self._settings.ask) or any(restricts)
 
-    def deny_by_name(self) -> None:
-        """Deny a tool that the rules deny by its name."""
+    def admit_unrecorded(self) -> None:
+        """Ask the rules where nothing is recorded; deny what they can't tell without a record."""
         from weakincentives.integrations.bridge import wire_name
         from weakincentives.prompt.refusals import by_rule
 
-        name = wire_name(self._event.tool)
-        if name and any(fnmatchcase(name, each) for each in self._settings.policy.deny):
-            self._reply.denial = by_rule(self._event.tool)
+        tool, rules, asked = self._event.tool, self._settings.policy, self._settings.ask
+        name, reply = wire_name(tool), self._reply
+        limited = {*rules.quota, *rules.rate, *rules.after}
+        if any(fnmatchcase(name, each) for each in rules.deny):
+            reply.denial = by_rule(tool)
+        elif rules.use or not limited.isdisjoint({name, "*"}):
+            reply.denial = (
+                f"wink.toml has rules about {tool} that need a record, and wink records nothing"
+                " here: it is denied"
+            )
+        elif any(fnmatchcase(name, each) for each in asked) or self._reach in asked:
+            self._ask_person(f"{tool} wants to run, and wink does not record it")
+
+    @property
+    def _reach(self) -> str:
+        """What rules call the reach of the tool."""
+        return _reach_of(self._event.tool, self._adapter) or "unstated"
+
+    def _ask_person(self, question: str) -> None:
+        if self._adapter.can_ask:
+            # The agent asks the person: only if they agree, the tool runs and has an end.
+            self._reply.question = question
+        else:
+            self._reply.denial = (
+                f"wink.toml wants a person asked about {self._event.tool}, and a hook of "
+                f"{self._adapter.title} cannot ask: it is denied"
+            )
 
     @contextmanager
     def opened(self) -> Generator[None]:
@@ -278,14 +304,8 @@ class _Hooked:
             admission = admit(call, context)
         if admission.result is not None:
             self._reply.denial = admission.result.message
-        elif self._asked and self._adapter.can_ask:
-            # The agent asks the person: only if they agree, the tool runs and has an end.
-            self._reply.question = self._asked[0].question
         elif self._asked:
-            self._reply.denial = (
-                f"wink.toml wants a person asked about {event.tool}, and a hook of "
-                f"{self._adapter.title} cannot ask: it is denied"
-            )
+            self._ask_person(self._asked[0].question)
 
     def _ask(self, request: ApprovalRequest) -> Approval:
         from weakincentives.prompt.approval import Approval
@@ -347,8 +367,8 @@ class _Hooked:
         from weakincentives.integrations.bridge import own_tool
         from weakincentives.tool_result import ToolResult
 
-        adapter = self._adapter
-        reads = name in adapter.reading or name in adapter.not_calls
+        adapter, reach = self._adapter, _reach_of(name, self._adapter)
+        reads = reach == "read"
 
         def adopt(_: object, *, context: ToolContext) -> ToolResult[str]:
             if noted is not None and not reads:
@@ -359,7 +379,7 @@ class _Hooked:
             name,
             f"{name}, a tool of {adapter.title}.",
             adopt,
-            reach="read" if reads else "reversible" if name in adapter.editing else None,
+            reach=reach,
         )
         with open_workbench(
             self._settings, run.session, files=self.files, tools=[tool], ask=self._ask
@@ -377,6 +397,12 @@ class _Hooked:
         if name not in self._adapter.editing or not path or os.path.isabs(path) or not is_alone:
             return Noted()
         return Noted(Path(path).parts)
+
+
+def _reach_of(tool: str, adapter: Adapter) -> Reach | None:
+    if tool in adapter.reading or tool in adapter.not_calls:
+        return "read"
+    return "reversible" if tool in adapter.editing else None
 
 
 # What is noted of a directory until later events, in the user's state directory.

@@ -4,6 +4,9 @@
 >>> database = SqliteDatabase(":memory:")
 >>> with database.transaction() as db:
 ...     _ = db.execute("CREATE TABLE invoice (number INTEGER PRIMARY KEY, total INTEGER)")
+
+May know: `core`, `errors`, `filesystem`, `runtime`, `session`.
+Must not go here: how rows are undone beside files; that is ``runtime.rows`` and ``runtime.undo``.
 """
 
 from typing import TYPE_CHECKING

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from weakincentives.contrib.databases.noted import remember
 from weakincentives.core.call import current_view, new_id, transaction_under_way
 from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.logs import get_logger
@@ -62,6 +63,7 @@ class Work(ABC):
         self.undoes: Sequence[str] = ()
         """The calls whose rows it undoes."""
         self.is_recorded = False
+        self.is_recursive = False
         self.keep: Callable[[], KeptCall | None] | None = None
         """Returns what to keep of the call until its session is saved."""
 
@@ -99,6 +101,17 @@ class Work(ABC):
     @abstractmethod
     def close(self, *, reuse: bool) -> None:
         """Release the connection and all locks. May be called again."""
+
+    def expect(self, statement: str) -> None:
+        """Prepare for a statement of the handler: SQLite tells triggers of what a REPLACE removes.
+
+        With this, triggers are recursive: those of many tables may not be.
+        """
+        log = self.database._log
+        replaces = self.is_recorded and log is not None and log.dialect.replaces(statement)
+        if replaces != self.is_recursive:
+            self.is_recursive = replaces
+            self.run(f"PRAGMA recursive_triggers={int(replaces)}")
 
     def hold(self) -> bool:
         """Enter the lock, stopping a statement of an abandoned handler; False if it goes on."""
@@ -393,8 +406,6 @@ class Database(Participant, ABC):
             if isinstance(each, (HostFilesystem, Branch)):
                 noted = self._row_log.noted
                 if each.store not in noted:
-                    from weakincentives.contrib.databases.known import remember
-
                     noted[each.store] = remember(each.store, self.address)
                 return noted[each.store]
         return self.workspace

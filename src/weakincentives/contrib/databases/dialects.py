@@ -8,12 +8,14 @@ setting of the transaction.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from weakincentives.contrib.databases.row_log import (
     CALLS,
     KEPT,
+    NO_KEY,
     ROWS,
     SCHEMA,
     Column,
@@ -35,6 +37,9 @@ _KEPT = (
     " text NOT NULL, tool text NOT NULL, redo text NOT NULL, files integer NOT NULL, later text NOT"
     " NULL, PRIMARY KEY (session, starts, call_id))"
 )
+
+
+_REPLACES = re.compile(r"\b(OR|ON\s+CONFLICT)\s+REPLACE\b|\bREPLACE\s+INTO\b", re.IGNORECASE)
 
 
 def _call(work: Work) -> dict[str, Any]:
@@ -60,13 +65,27 @@ def _text(value: str) -> str:
 
 
 class SqliteDialect(Dialect):
+    names_columns = True
+
     def wait(self, work: Work, session: str, patience: float) -> None:
         """A transaction is part of its process, and ends with it."""
 
+    _always_replaces = False
+    """Whether a constraint or trigger has REPLACE, so that any statement may remove rows by it."""
+
     def exists(self, work: Work) -> bool:
-        return bool(work.ask("SELECT 1 FROM sqlite_master WHERE name = :name", name=CALLS))
+        found = work.ask(
+            "SELECT name, sql FROM sqlite_master WHERE name = :name OR sql LIKE '%replace%'",
+            name=CALLS,
+        )
+        self._always_replaces = any(_REPLACES.search(sql) for _, sql in found)
+        return any(name == CALLS for name, _ in found)
+
+    def replaces(self, statement: str) -> bool:
+        return self._always_replaces or _REPLACES.search(statement) is not None
 
     def create(self, work: Work) -> None:
+        self.exists(work)
         work.run(
             f"CREATE TABLE IF NOT EXISTS {CALLS} (number INTEGER PRIMARY KEY AUTOINCREMENT, call_id"
             " TEXT NOT NULL, tool TEXT NOT NULL, session_id TEXT NOT NULL, workspace TEXT NOT NULL,"
@@ -92,6 +111,13 @@ class SqliteDialect(Dialect):
         )
         return [name for (name,) in found]
 
+    def without_triggers(self, work: Work) -> list[str]:
+        # SQLite crashes at triggers on the tables in which a virtual one keeps its rows.
+        found = work.ask(
+            "SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'virtual'"
+        )
+        return [name for (name,) in found]
+
     def named(self, work: Work, table: str) -> str:
         for name in self.tables(work):
             if name.lower() == table.lower():
@@ -100,10 +126,18 @@ class SqliteDialect(Dialect):
 
     def table(self, work: Work, name: str) -> Table:
         name = self.named(work, name)
-        found = work.ask("SELECT name, type, pk, hidden FROM pragma_table_xinfo(:name)", name=name)
+        found = work.ask(
+            'SELECT name, type, pk, hidden, "notnull" FROM pragma_table_xinfo(:name)', name=name
+        )
         columns = [
-            Column(name=name, type=kind, key=key, is_generated=hidden in (2, 3))
-            for name, kind, key, hidden in found
+            Column(
+                name=name,
+                type=kind,
+                key=key,
+                is_generated=hidden in (2, 3),
+                may_be_null=not not_null,
+            )
+            for name, kind, key, hidden, not_null in found
             if hidden != 1
         ]
         return Table(name, _quoted(name), columns)
@@ -121,16 +155,28 @@ class SqliteDialect(Dialect):
         self._drop(work, name)
         settable = [each for each in table.columns if not each.is_generated]
         key = [each.name for each in table.key]
-        old, new = (_sqlite_key(row, key) for row in ("OLD", "NEW"))
-        before, after = (_sqlite_image(row, settable) for row in ("OLD", "NEW"))
         same = " AND ".join(f"OLD.{_quoted(each)} IS NEW.{_quoted(each)}" for each in key)
-        differ = f"NOT ({same})"
-        self._trigger(work, "insert", name, self._note(name, new, "NULL", after))
-        self._trigger(work, "delete", name, self._note(name, old, before, "NULL"))
+        before, after = (_sqlite_image(row, settable) for row in ("OLD", "NEW"))
+
+        def note(row: str, before: str, after: str, where: str = "1") -> str:
+            columns = [f"{row}.{_quoted(each.name)}" for each in table.key if each.may_be_null]
+            made = self._note(name, _sqlite_key(row, key), before, after, where)
+            if not columns:
+                return made
+            # A key with NULL may be that of several rows; the rowid is never NULL.
+            is_null = " OR ".join(f"{each} IS NULL" for each in columns)
+            keyed = f"({where}) AND NOT ({is_null})"
+            return (
+                f"{self._note(name, _sqlite_key(row, key), before, after, keyed)} "
+                f"{self._note(name, 'NULL', 'NULL', _text(NO_KEY), f'({where}) AND ({is_null})')}"
+            )
+
+        self._trigger(work, "insert", name, note("NEW", "NULL", after))
+        self._trigger(work, "delete", name, note("OLD", before, "NULL"))
         both = [
-            self._note(name, old, before, after, same),
-            self._note(name, old, before, "NULL", differ),
-            self._note(name, new, "NULL", after, differ),
+            note("OLD", before, after, same),
+            note("OLD", before, "NULL", f"NOT ({same})"),
+            note("NEW", "NULL", after, f"NOT ({same})"),
         ]
         self._trigger(work, "update", name, " ".join(both))
 
@@ -164,8 +210,6 @@ class SqliteDialect(Dialect):
                 work.run(f"DROP TRIGGER IF EXISTS {_quoted(f'wink_{kind}_{event}_{table}')}")
 
     def begin(self, work: Work) -> None:
-        # A REPLACE deletes rows without this, and no trigger is told.
-        work.run("PRAGMA recursive_triggers=1")
         work.ask(
             f"INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes, is_open,"
             " schema) SELECT :call_id, :tool, :session, :workspace, :at, :undoes, 1, schema_version"
@@ -288,13 +332,20 @@ BEGIN
     IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
     IF TG_OP <> 'INSERT' THEN
         was = {schema}.wink_image(OLD);
-        SELECT json_agg(was ->> name ORDER BY place)::text INTO old_key
+        SELECT CASE WHEN bool_and(was ->> name IS NOT NULL)
+                THEN json_agg(was ->> name ORDER BY place)::text END INTO old_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
     END IF;
     IF TG_OP <> 'DELETE' THEN
         becomes = {schema}.wink_image(NEW);
-        SELECT json_agg(becomes ->> name ORDER BY place)::text INTO new_key
+        SELECT CASE WHEN bool_and(becomes ->> name IS NOT NULL)
+                THEN json_agg(becomes ->> name ORDER BY place)::text END INTO new_key
             FROM unnest(TG_ARGV) WITH ORDINALITY AS part(name, place) WHERE place > 1;
+    END IF;
+    IF coalesce(old_key, new_key) IS NULL THEN  -- a column of the key was renamed
+        INSERT INTO {schema}.wink_row (of_call, row_table, row_after)
+            VALUES (call_number::bigint, TG_ARGV[0], 'rows without a key');
+        RETURN NULL;
     END IF;
     IF old_key = new_key THEN
         INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before, row_after)
@@ -317,13 +368,41 @@ DECLARE
     call_number text = current_setting('wink.call', true);
 BEGIN
     IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    IF TG_OP = 'TRUNCATE' THEN
+        {truncated}
+    END IF;
     INSERT INTO {schema}.wink_row (of_call, row_table, row_after)
         SELECT call_number::bigint, TG_ARGV[0], TG_ARGV[1] WHERE NOT EXISTS (
             SELECT 1 FROM {schema}.wink_row WHERE of_call = call_number::bigint
             AND row_table = TG_ARGV[0] AND row_key IS NULL AND row_after = TG_ARGV[1]);
     RETURN NULL;
 END $wink$
+""", """
+CREATE OR REPLACE FUNCTION {schema}.wink_note_truncate() RETURNS trigger LANGUAGE plpgsql AS $wink$
+DECLARE
+    call_number text = current_setting('wink.call', true);
+BEGIN
+    IF call_number IS NULL OR call_number = '' THEN RETURN NULL; END IF;
+    {truncated}
+    EXECUTE 'INSERT INTO {schema}.wink_row (of_call, row_table, row_key, row_before)
+        SELECT $1, $2[1], (SELECT json_agg(image ->> name ORDER BY place)::text
+            FROM unnest($2) WITH ORDINALITY AS part(name, place) WHERE place > 1), image::text
+        FROM (SELECT {schema}.wink_image(wink_it) AS image FROM '
+        || (SELECT CASE relkind WHEN 'r' THEN 'ONLY ' ELSE '' END FROM pg_class
+            WHERE oid = TG_RELID) || TG_RELID::regclass || ' wink_it) AS gone'
+        USING call_number::bigint,
+        ARRAY(SELECT each FROM unnest(TG_ARGV) WITH ORDINALITY AS part(each, n) ORDER BY n);
+    RETURN NULL;
+END $wink$
 """  # fmt: skip
+
+
+_TRUNCATED = """
+    -- TRUNCATE locks the table as a change of the schema does: `finish` tells them apart.
+    PERFORM set_config('wink.truncated', concat_ws(',', current_setting('wink.truncated', true),
+        TG_RELID::oid::text, (SELECT string_agg(relid::oid::text, ',')
+            FROM pg_partition_tree(TG_RELID))), true);
+"""
 
 
 class PostgresDialect(Dialect):
@@ -348,69 +427,102 @@ class PostgresDialect(Dialect):
                 "process is gone: try again when it has ended"
             ) from error
 
+    schema = ""
+    """Where our tables are, whatever the search path of the connection."""
+    name = ""
+    """An expression for the name under which the rows of ``c`` in ``n`` are recorded."""
+
     def exists(self, work: Work) -> bool:
-        return work.ask("SELECT to_regclass(:name) IS NOT NULL", name=CALLS)[0][0]
+        found = work.ask(
+            "SELECT quote_ident(n.nspname) FROM pg_class c JOIN pg_namespace n ON n.oid ="
+            " c.relnamespace WHERE c.relname = :name AND c.relkind = 'r' AND"
+            " has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'INSERT') ORDER"
+            " BY (c.oid = to_regclass(:name)) IS TRUE DESC, c.oid LIMIT 1",
+            name=CALLS,
+        )
+        if found:
+            self._are_in(found[0][0])
+        return bool(found)
+
+    def _are_in(self, schema: str) -> None:
+        self.schema = schema
+        self.calls, self.rows, self.kept = (f"{schema}.{name}" for name in (CALLS, ROWS, KEPT))
+        self.name = (
+            f"(CASE WHEN quote_ident(n.nspname) <> {_text(schema)} THEN quote_ident(n.nspname) ||"
+            " '.' ELSE '' END || quote_ident(c.relname))"
+        )
 
     def create(self, work: Work) -> None:
+        if not self.exists(work):
+            self._are_in(work.ask("SELECT quote_ident(current_schema())")[0][0])
         work.run(
-            f"CREATE TABLE IF NOT EXISTS {CALLS} (number bigint GENERATED ALWAYS AS IDENTITY"
+            f"CREATE TABLE IF NOT EXISTS {self.calls} (number bigint GENERATED ALWAYS AS IDENTITY"
             " PRIMARY KEY, call_id text NOT NULL, tool text NOT NULL, session_id text NOT NULL,"
             " workspace text NOT NULL, at double precision NOT NULL, undoes text)"
         )
-        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {CALLS} (call_id)")
+        work.run(f"CREATE INDEX IF NOT EXISTS {CALLS}_id ON {self.calls} (call_id)")
         work.run(
-            f"CREATE TABLE IF NOT EXISTS {ROWS} (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY"
-            f" KEY, of_call bigint NOT NULL REFERENCES {CALLS}, row_table text NOT NULL, row_key"
-            " text, row_before text, row_after text)"
+            f"CREATE TABLE IF NOT EXISTS {self.rows} (number bigint GENERATED ALWAYS AS IDENTITY"
+            f" PRIMARY KEY, of_call bigint NOT NULL REFERENCES {self.calls}, row_table text NOT"
+            " NULL, row_key text, row_before text, row_after text)"
         )
-        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {ROWS} (of_call)")
-        work.run(_KEPT)
+        work.run(f"CREATE INDEX IF NOT EXISTS {ROWS}_call ON {self.rows} (of_call)")
+        work.run(_KEPT.replace(KEPT, self.kept))
         for function in _FUNCTIONS:
-            work.run(function.replace("{schema}", self._schema(work)))
-
-    def _schema(self, work: Work) -> str:
-        found = work.ask(
-            "SELECT quote_ident(n.nspname) FROM pg_class c JOIN pg_namespace n ON n.oid ="
-            " c.relnamespace WHERE c.oid = to_regclass(:name)",
-            name=CALLS,
-        )
-        return found[0][0]
+            made = function.replace("{truncated}", _TRUNCATED)
+            work.run(made.replace("{schema}", self.schema))
 
     def tables(self, work: Work) -> list[str]:
         found = work.ask(
-            "SELECT CAST(CAST(c.oid AS regclass) AS text) FROM pg_class c JOIN pg_namespace n ON"
-            " n.oid = c.relnamespace WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND"
-            " n.nspname NOT IN ('pg_catalog', 'information_schema') AND c.oid NOT IN"
-            " (to_regclass(:calls), to_regclass(:rows), to_regclass(:kept))",
+            f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE c.relkind IN ('r', 'p') AND c.relpersistence <> 't' AND n.nspname NOT IN"
+            " ('pg_catalog', 'information_schema') AND c.relname NOT IN (:calls, :rows, :kept)",
             calls=CALLS,
             rows=ROWS,
             kept=KEPT,
         )
         return [name for (name,) in found]
 
+    def without_triggers(self, work: Work) -> list[str]:
+        found = work.ask(
+            f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            " WHERE c.relkind = 'f'"
+        )
+        return [name for (name,) in found]
+
     def named(self, work: Work, table: str) -> str:
-        found = work.ask("SELECT CAST(to_regclass(:name) AS text)", name=table)[0][0]
-        if found is None:
-            found = work.ask("SELECT CAST(to_regclass(quote_ident(:n)) AS text)", n=table)[0][0]
-        if found is None:
-            raise LookupError(table)
-        return found
+        for place in ("to_regclass(quote_ident(:table))", "to_regclass(:table)"):
+            found = work.ask(
+                f"SELECT {self.name} FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+                f" WHERE c.oid = {place}",
+                table=table,
+            )
+            if found:
+                return found[0][0]
+        raise LookupError(table)
+
+    def _find(self, work: Work, name: str) -> tuple[int, str]:
+        """Return the table that is recorded under a name: its oid, and its name in statements."""
+        found = work.ask(
+            "SELECT CAST(c.oid AS bigint), quote_ident(n.nspname) || '.' || quote_ident(c.relname)"
+            " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relkind IN"
+            f" ('r', 'p') AND {self.name} = :name",
+            name=name,
+        )
+        if not found:
+            raise LookupError(name)
+        return found[0][0], found[0][1]
 
     def table(self, work: Work, name: str) -> Table:
-        name = self.named(work, name)
         # In full: a table can have the name of a type, such as ``line``.
-        sql = work.ask(
-            "SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class c JOIN pg_namespace n ON"
-            " n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)",
-            name=name,
-        )[0][0]
+        oid, sql = self._find(work, name)
         found = work.ask(
             "SELECT a.attname, format_type(a.atttypid, a.atttypmod), coalesce(array_position("
             "CAST(i.indkey AS int2[]), a.attnum) + 1, 0), a.attgenerated <> '', a.attidentity = 'a'"
             " FROM pg_attribute a LEFT JOIN pg_index i ON i.indrelid = a.attrelid AND"
-            " i.indisprimary WHERE a.attrelid = to_regclass(:name) AND a.attnum > 0 AND NOT"
+            " i.indisprimary WHERE a.attrelid = CAST(:oid AS bigint) AND a.attnum > 0 AND NOT"
             " a.attisdropped ORDER BY a.attnum",
-            name=name,
+            oid=oid,
         )
         columns = [
             Column(name=name, type=kind, key=key, is_generated=generated, is_always_identity=always)
@@ -420,39 +532,53 @@ class PostgresDialect(Dialect):
 
     def recorded(self, work: Work) -> dict[str, bool]:
         found = work.ask(
-            "SELECT CAST(CAST(tgrelid AS regclass) AS text), tgname = 'wink_row' FROM pg_trigger"
-            " WHERE tgname IN ('wink_row', 'wink_other_new', 'wink_other_changed') AND tgenabled <>"
-            " 'D'"
+            f"SELECT {self.name}, t.tgname = 'wink_row' FROM pg_trigger t JOIN pg_class c ON c.oid"
+            " = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace WHERE t.tgname IN"
+            " ('wink_row', 'wink_other_new', 'wink_other_changed') AND t.tgenabled <> 'D'"
         )
         return {str(table): bool(rows) for table, rows in found}
 
     def record(self, work: Work, table: Table) -> None:
-        self._drop(work, table.name)
+        self._drop(work, table.sql)
         key = [each.name for each in table.key]
         arguments = ", ".join(map(_text, [table.name, *key]))
         work.run(
             f"CREATE TRIGGER wink_row AFTER INSERT OR UPDATE OR DELETE ON {table.sql} FOR EACH ROW"
-            f" EXECUTE FUNCTION {self._schema(work)}.wink_note_row({arguments})"
+            f" EXECUTE FUNCTION {self.schema}.wink_note_row({arguments})"
+        )
+        work.run(
+            f"CREATE TRIGGER wink_truncate BEFORE TRUNCATE ON {table.sql} FOR EACH STATEMENT"
+            f" EXECUTE FUNCTION {self.schema}.wink_note_truncate({arguments})"
         )
 
     def mention(self, work: Work, table: str) -> None:
-        self._drop(work, table)
-        for name, events, what in (
-            ("new", "INSERT", _NEW),
-            ("changed", "UPDATE OR DELETE", _CHANGED),
+        _, sql = self._find(work, table)
+        self._drop(work, sql)
+        for name, events, each, what in (
+            ("new", "INSERT", "ROW", _NEW),
+            ("changed", "UPDATE OR DELETE", "ROW", _CHANGED),
+            ("truncate", "TRUNCATE", "STATEMENT", _CHANGED),
         ):
             work.run(
-                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {table} FOR EACH ROW EXECUTE"
-                f" FUNCTION {self._schema(work)}.wink_note_table({_text(table)}, {_text(what)})"
+                f"CREATE TRIGGER wink_other_{name} AFTER {events} ON {sql} FOR EACH {each}"
+                f" EXECUTE FUNCTION {self.schema}.wink_note_table({_text(table)},"
+                f" {_text(what)})"
             )
 
-    def _drop(self, work: Work, table: str) -> None:
-        for name in ("wink_row", "wink_other_new", "wink_other_changed"):
-            work.run(f"DROP TRIGGER IF EXISTS {name} ON {table}")
+    def _drop(self, work: Work, sql: str) -> None:
+        for name in (
+            "wink_row",
+            "wink_truncate",
+            "wink_other_new",
+            "wink_other_changed",
+            "wink_other_truncate",
+        ):
+            work.run(f"DROP TRIGGER IF EXISTS {name} ON {sql}")
 
     def begin(self, work: Work) -> None:
         work.ask(
-            f"WITH made AS (INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes)"
+            f"WITH made AS (INSERT INTO {self.calls} (call_id, tool, session_id, workspace, at,"
+            " undoes)"
             " VALUES (:call_id, :tool, :session, :workspace, :at, :undoes) RETURNING number) SELECT"
             " set_config('wink.call', CAST(number AS text), true) FROM made",
             **_call(work),
@@ -461,13 +587,15 @@ class PostgresDialect(Dialect):
     def finish(self, work: Work) -> None:
         # A table whose definition is changed stays locked until the end of the transaction.
         work.run(
-            f"INSERT INTO {ROWS} (of_call, row_table, row_after) SELECT CAST(current_setting("
-            "'wink.call') AS bigint), coalesce(CAST(CAST(c.oid AS regclass) AS text), 'a table that"
-            f" is gone'), '{SCHEMA}' FROM (SELECT DISTINCT relation FROM pg_locks WHERE locktype ="
+            f"INSERT INTO {self.rows} (of_call, row_table, row_after) SELECT CAST(current_setting("
+            f"'wink.call') AS bigint), coalesce({self.name}, 'a table that is"
+            f" gone'), '{SCHEMA}' FROM (SELECT DISTINCT relation FROM pg_locks WHERE locktype ="
             " 'relation' AND pid = pg_backend_pid() AND mode IN ('AccessExclusiveLock',"
             " 'ExclusiveLock', 'ShareRowExclusiveLock', 'ShareLock')) l LEFT JOIN pg_class c ON"
-            " c.oid = l.relation WHERE c.oid IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
-            " c.relpersistence <> 't')"
+            " c.oid = l.relation LEFT JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid"
+            " IS NULL OR (c.relkind IN ('r', 'p', 'v', 'm') AND"
+            " c.relpersistence <> 't' AND NOT coalesce(CAST(c.oid AS text) = ANY(string_to_array("
+            "current_setting('wink.truncated', true), ',')), false))"
         )
 
     def image(self, text: str) -> Image:
@@ -480,7 +608,10 @@ class PostgresDialect(Dialect):
     def present(self, work: Work, table: Table, key: str, names: Sequence[str]) -> Image | None:
         where, parameters = self._where(table, key)
         found = work.ask(
-            f"SELECT CAST(wink_image(t) AS text) FROM {table.sql} t WHERE {where}", **parameters
+            # A column called as the table is here would be taken for it.
+            f"SELECT CAST({self.schema}.wink_image(wink_it) AS text) FROM {table.sql} wink_it"
+            f" WHERE {where}",
+            **parameters,
         )
         if not found:
             return None
@@ -503,19 +634,20 @@ class PostgresDialect(Dialect):
         names, values = ", ".join(columns), ", ".join(f"r.{each}" for each in columns)
         where, parameters = self._where(table, row.key)
         work.ask(
-            f"UPDATE {table.sql} t SET ({names}) = (SELECT {values} FROM json_populate_record("
-            f"CAST(NULL AS {table.sql}), CAST(:image AS json)) r) WHERE {where}",
+            f"UPDATE {table.sql} wink_it SET ({names}) = (SELECT {values} FROM"
+            f" json_populate_record(CAST(NULL AS {table.sql}), CAST(:image AS json)) r) WHERE"
+            f" {where}",
             image=row.text,
             **parameters,
         )
 
     def delete(self, work: Work, table: Table, row: Planned) -> None:
         where, parameters = self._where(table, row.key)
-        work.ask(f"DELETE FROM {table.sql} t WHERE {where}", **parameters)
+        work.ask(f"DELETE FROM {table.sql} wink_it WHERE {where}", **parameters)
 
     def _where(self, table: Table, key: str) -> tuple[str, dict[str, Any]]:
         where = [
-            f"t.{_quoted(each.name)} = CAST(CAST(:k{n} AS text) AS {each.type})"
+            f"wink_it.{_quoted(each.name)} = CAST(CAST(:k{n} AS text) AS {each.type})"
             for n, each in enumerate(table.key)
         ]
         return " AND ".join(where), {f"k{n}": each for n, each in enumerate(json.loads(key))}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from weakincentives.contrib.databases.noted import FOLDER, identity_of
 from weakincentives.core.logs import get_logger
 from weakincentives.filesystem.store import location_of
 
@@ -19,34 +18,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.rows import RowHistory
 
 _logger = get_logger(__name__)
-
-_FOLDER = "databases"
-"""One file for each database, so that processes that note two at the same time lose neither."""
-
-
-def remember(store: Path, address: Mapping[str, str]) -> str:
-    """Note in the state of a workspace that its calls changed a database; returns its identity."""
-    data = json.dumps(dict(address), sort_keys=True).encode()
-    place = store / _FOLDER / hashlib.sha256(data).hexdigest()[:32]
-    if not place.exists():
-        place.parent.mkdir(mode=0o700, exist_ok=True)
-        staged = place.with_name(f"new-{os.urandom(8).hex()}")
-        staged.write_bytes(data)
-        os.replace(staged, place)
-    return _identity(store)
-
-
-def _identity(store: Path) -> str:
-    """Return what tells a workspace from all others that use a database, on any machine."""
-    place = store / _FOLDER / "identity"
-    with contextlib.suppress(FileNotFoundError):
-        return place.read_text()
-    staged = place.with_name(f"new-{os.urandom(8).hex()}")
-    staged.write_text(os.urandom(16).hex())
-    with contextlib.suppress(FileExistsError):
-        os.link(staged, place)
-    staged.unlink()
-    return place.read_text()
 
 
 def known_databases(workspace: Path) -> Sequence[RowHistory]:
@@ -59,7 +30,7 @@ def known_databases(workspace: Path) -> Sequence[RowHistory]:
     for address in _addresses(store):
         try:
             found.append(_at(address))
-            found[-1].workspace = _identity(store)
+            found[-1].workspace = identity_of(store)
         except (ImportError, ValueError, OSError) as error:
             _logger.warning("a database is left out: %s", error)
     return cast("Sequence[RowHistory]", found)
@@ -69,7 +40,7 @@ def _addresses(store: Path) -> list[dict[str, str]]:
     """Return where the databases are, the one that was noted first first."""
     found: list[tuple[int, dict[str, str]]] = []
     with contextlib.suppress(FileNotFoundError):
-        for each in (store / _FOLDER).iterdir():
+        for each in (store / FOLDER).iterdir():
             if not _NAMED.fullmatch(each.name):  # being written
                 continue
             try:

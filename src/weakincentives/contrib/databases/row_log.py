@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ class Column:
     key: int = 0
     """Its place in the primary key, from 1; 0 outside of it."""
     is_generated: bool = False
+    may_be_null: bool = False
     is_always_identity: bool = False
 
 
@@ -75,6 +77,10 @@ class Planned:
 class Dialect(ABC):
     """How one kind of database records rows and puts them back."""
 
+    calls, rows, kept = CALLS, ROWS, KEPT
+    """The names of our tables, in statements."""
+    names_columns = False
+    """Whether a trigger records just the columns that the table had when it was created."""
     while_under_way = ""
     """The end of a SELECT in a call's transaction, for whose end ``wait`` then waits."""
 
@@ -85,6 +91,10 @@ class Dialect(ABC):
         Raises:
             ResourceError: One of them goes on for so many seconds.
         """
+
+    def replaces(self, statement: str) -> bool:
+        """Whether a statement may remove rows of which triggers are told on request only."""
+        return False
 
     @abstractmethod
     def exists(self, work: Work) -> bool:
@@ -97,6 +107,10 @@ class Dialect(ABC):
     @abstractmethod
     def tables(self, work: Work) -> list[str]:
         """Return the names of its tables, without ours."""
+
+    @abstractmethod
+    def without_triggers(self, work: Work) -> list[str]:
+        """Return the names of virtual and foreign tables."""
 
     @abstractmethod
     def named(self, work: Work, table: str) -> str:
@@ -210,8 +224,9 @@ class RowLog:
     def finish(self, work: Work, workspace: Callable[[], str]) -> None:
         if not work.workspace and (found := workspace()):  # it was opened by the call
             work.ask(
-                f"UPDATE {CALLS} SET workspace = :workspace WHERE call_id = :call_id AND number ="
-                f" (SELECT max(number) FROM {CALLS} WHERE call_id = :call_id)",
+                f"UPDATE {self.dialect.calls} SET workspace = :workspace WHERE call_id = :call_id"
+                " AND number ="
+                f" (SELECT max(number) FROM {self.dialect.calls} WHERE call_id = :call_id)",
                 workspace=found,
                 call_id=work.call_id,
             )
@@ -219,12 +234,14 @@ class RowLog:
         if kept is not None:
             # What is saved meanwhile is no longer needed: there is one row for a session.
             work.ask(
-                f"DELETE FROM {KEPT} WHERE session = :session AND (starts < :saved OR :saved = 0)",
+                f"DELETE FROM {self.dialect.kept} WHERE session = :session AND (starts < :saved"
+                " OR :saved = 0)",
                 session=kept.session,
                 saved=kept.saved,
             )
             work.ask(
-                f"INSERT INTO {KEPT} (session, starts, call_id, tool, redo, files, later) SELECT"
+                f"INSERT INTO {self.dialect.kept} (session, starts, call_id, tool, redo, files,"
+                " later) SELECT"
                 " CAST(:session AS text), CAST(:starts AS bigint), CAST(:call_id AS text), CAST("
                 ":tool AS text), CAST(:redo AS text), CAST(:files AS integer), CAST(:later AS text)"
                 f" {self.dialect.while_under_way}",
@@ -247,7 +264,8 @@ class RowLog:
             if not self._is_there(work):
                 return []
             found = work.ask(
-                f"SELECT starts, call_id, tool, redo, files, later FROM {KEPT} WHERE session ="
+                f"SELECT starts, call_id, tool, redo, files, later FROM {self.dialect.kept} WHERE"
+                " session ="
                 " :session ORDER BY starts",
                 session=session,
             )
@@ -267,8 +285,10 @@ class RowLog:
 
     def settle(self, database: Database, kept: KeptCall) -> None:
         with _at_work(database) as work:
+            self._is_there(work)
             work.ask(
-                f"DELETE FROM {KEPT} WHERE session = :session AND starts = :starts AND call_id ="
+                f"DELETE FROM {self.dialect.kept} WHERE session = :session AND starts = :starts"
+                " AND call_id ="
                 " :call_id",
                 session=kept.session,
                 starts=kept.at,
@@ -320,8 +340,9 @@ class RowLog:
             here = database.workspace
             where = "WHERE workspace = :here OR undoes IS NOT NULL" if here else ""
             found = work.ask(
-                f"SELECT call_id, tool, workspace, at, undoes, (SELECT count(*) FROM {ROWS} r WHERE"
-                f" r.of_call = c.number) FROM {CALLS} c {where} ORDER BY number",
+                "SELECT call_id, tool, workspace, at, undoes, (SELECT count(*) FROM"
+                f" {self.dialect.rows} r WHERE"
+                f" r.of_call = c.number) FROM {self.dialect.calls} c {where} ORDER BY number",
                 **({"here": here} if here else {}),
             )
         calls: list[CallRows] = []
@@ -346,15 +367,15 @@ class RowLog:
 
     def _net(self, records: Sequence[Record]) -> list[RowChange]:
         """Return what records come to: one change for each row."""
-        ends: dict[tuple[str, str], tuple[str | None, str | None]] = {}
+        of_rows: dict[tuple[str, str], list[Record]] = {}
         found: list[RowChange] = []
         for each in records:
             if not each.key:
                 found.append(RowChange(each.table, (), note=each.after or "not tracked"))
-                continue
-            before, _ = ends.get((each.table, each.key), (each.before, None))
-            ends[each.table, each.key] = before, each.after
-        for (table, key), (before, after) in ends.items():
+            else:
+                of_rows.setdefault((each.table, each.key), []).append(each)
+        for (table, key), changes in of_rows.items():
+            before, after = _ends(changes)
             if before != after:
                 key_of = tuple(self._key_values(key))
                 found.append(RowChange(table, key_of, self._values(before), self._values(after)))
@@ -374,7 +395,10 @@ class RowLog:
             number = self._numbers(work, [call_id]).get(call_id)
             if number is None:
                 return False
-            undoes = f"SELECT undoes FROM {CALLS} WHERE number > {number} AND undoes IS NOT NULL"
+            undoes = (
+                f"SELECT undoes FROM {self.dialect.calls} WHERE number > {number} AND undoes IS NOT"
+                " NULL"
+            )
             return not any(call_id in json.loads(each) for (each,) in work.ask(undoes))
 
     def forget(self, database: Database, seconds: float) -> int:
@@ -383,10 +407,12 @@ class RowLog:
         with _at_work(database) as work:
             if not self._is_there(work):
                 return 0
-            old = f"SELECT number FROM {CALLS} WHERE at < :oldest"
-            count = work.ask(f"SELECT count(*) FROM {CALLS} WHERE at < :oldest", oldest=oldest)
-            work.ask(f"DELETE FROM {ROWS} WHERE of_call IN ({old})", oldest=oldest)
-            work.ask(f"DELETE FROM {CALLS} WHERE at < :oldest", oldest=oldest)
+            old = f"SELECT number FROM {self.dialect.calls} WHERE at < :oldest"
+            count = work.ask(
+                f"SELECT count(*) FROM {self.dialect.calls} WHERE at < :oldest", oldest=oldest
+            )
+            work.ask(f"DELETE FROM {self.dialect.rows} WHERE of_call IN ({old})", oldest=oldest)
+            work.ask(f"DELETE FROM {self.dialect.calls} WHERE at < :oldest", oldest=oldest)
             return int(count[0][0])
 
     def _is_there(self, work: Work) -> bool:
@@ -399,7 +425,9 @@ class RowLog:
         for start in range(0, len(ids), _AT_ONCE):
             some = {f"id{n}": each for n, each in enumerate(ids[start : start + _AT_ONCE])}
             names = ", ".join(f":{name}" for name in some)
-            sql = f"SELECT call_id, max(number) FROM {CALLS} WHERE call_id IN ({names})"
+            sql = (
+                f"SELECT call_id, max(number) FROM {self.dialect.calls} WHERE call_id IN ({names})"
+            )
             found.update((a, int(b)) for a, b in work.ask(f"{sql} GROUP BY call_id", **some))
         return found
 
@@ -408,7 +436,8 @@ class RowLog:
         if not listed:
             return []
         rows = work.ask(
-            f"SELECT row_table, row_key, row_before, row_after, of_call FROM {ROWS} WHERE of_call"
+            f"SELECT row_table, row_key, row_before, row_after, of_call FROM {self.dialect.rows}"
+            " WHERE of_call"
             f" IN ({listed}) ORDER BY number"
         )
         return [
@@ -472,8 +501,16 @@ class _Undo:
         notes += [f"row {name} has changed since, and stays" for name in left]
         if planned:
             broken = log.dialect.defer(work)
-            self._apply(planned)
-            self._confirm(planned)
+            work.run("SAVEPOINT wink_plan")
+            try:
+                self._apply(planned)
+            except RowUndoRefused:  # rows wait for each other, such as two with swapped names
+                work.run("ROLLBACK TO SAVEPOINT wink_plan")
+                self._retrace(records, planned)
+                self._apply(self._different(planned))
+            work.run("RELEASE SAVEPOINT wink_plan")
+            notes += self._confirm(planned, {each.table for each in records if not each.key})
+            notes += self._newer_columns(planned)
             if more := log.dialect.check(work) - broken:
                 raise RowUndoRefused(f"a foreign key would be broken: {sorted(more)[0]}")
         changes = log._net(self._own_records())
@@ -483,8 +520,14 @@ class _Undo:
         """Name the tables that have no trigger of ours, though others have: they came later."""
         dialect, work = self.log.dialect, self.work
         known = dialect.recorded(work)
-        missing = sorted({*dialect.tables(work)} - known.keys()) if any(known.values()) else []
+        if not any(known.values()):
+            return []
+        missing = sorted({*dialect.tables(work)} - known.keys())
         return [
+            f"changes of {each} are not recorded, and so not undone, unless by triggers: it is a "
+            "virtual or foreign table"
+            for each in dialect.without_triggers(work)
+        ] + [
             f"changes of {each} are not recorded, and so not undone: it is new, or was made "
             "again, since track() was called"
             for each in missing
@@ -504,20 +547,21 @@ class _Undo:
 
     def _plan(self, records: Sequence[Record], *, force: bool) -> tuple[list[Planned], list[str]]:
         """Return the rows to change, those that were changed last first, and the rows to leave."""
-        chains: dict[tuple[str, str], list[Record]] = {}
+        chains: dict[tuple[str, str], dict[int, list[Record]]] = {}
         for each in records:
-            chain = chains.pop((each.table, each.key), [])
+            chain = chains.pop((each.table, each.key), {})
             chains[each.table, each.key] = chain  # the last now
-            if chain and chain[-1].call == each.call:
-                chain[-1] = replace(chain[-1], after=each.after)
-            else:
-                chain.append(each)
+            chain.setdefault(each.call, []).append(each)
         planned: list[Planned] = []
         left: list[str] = []
         # Those that were changed last come first. What a call made and removed itself is nothing to
         # undo: the same row may be there again, and be someone else's.
         for (name, key), chain in reversed(chains.items()):
-            newest_first = [each for each in reversed(chain) if each.before != each.after]
+            newest_first: list[Record] = []
+            for of_call in reversed(chain.values()):
+                before, after = _ends(of_call)
+                if before != after:
+                    newest_first.append(replace(of_call[0], before=before, after=after))
             if not newest_first:
                 continue
             row, is_left = self._target(name, key, newest_first, force=force)
@@ -554,20 +598,37 @@ class _Undo:
         while waiting:
             later: list[Planned] = []
             for each in waiting:
-                self.work.run("SAVEPOINT wink_undo")
-                try:
-                    self._put(each)
-                except Exception as found:
-                    if self.work.lost_race:
-                        raise
+                found = self._try(each)
+                if found is not None:
                     error = found
-                    self.work.run("ROLLBACK TO SAVEPOINT wink_undo")
                     later.append(each)
-                self.work.run("RELEASE SAVEPOINT wink_undo")
             if len(later) == len(waiting):
                 names = ", ".join(each.name for each in later[:3])
                 raise RowUndoRefused(f"the database refuses it at {names}: {_line(error)}")
             waiting = later
+
+    def _retrace(self, records: Sequence[Record], planned: Sequence[Planned]) -> None:
+        """Undo one record after the other, as far as that goes: through the same states."""
+        dialect, rows = self.log.dialect, {(each.table, each.key) for each in planned}
+        for each in reversed(records):
+            if (each.table, each.key) in rows:
+                before, after = _image(dialect, each.before), _image(dialect, each.after)
+                step = Planned(each.table, each.key, after, before, each.before)
+                if self._now(step) == after:
+                    self._try(step)
+
+    def _try(self, row: Planned) -> Exception | None:
+        error = None
+        self.work.run("SAVEPOINT wink_undo")
+        try:
+            self._put(row)
+        except Exception as found:
+            if self.work.lost_race:
+                raise
+            error = found
+            self.work.run("ROLLBACK TO SAVEPOINT wink_undo")
+        self.work.run("RELEASE SAVEPOINT wink_undo")
+        return error
 
     def _put(self, row: Planned) -> None:
         table, dialect = self._table(row.table), self.log.dialect
@@ -585,27 +646,64 @@ class _Undo:
         names = row.target or row.present or {}
         return self.log.dialect.present(self.work, self._table(row.table), row.key, sorted(names))
 
-    def _confirm(self, planned: Sequence[Planned]) -> None:
-        """Make sure that just the planned rows are as planned: triggers may have changed more."""
-        different, rounds = self._different(planned), 0
-        while different:
-            if rounds == _MOST_ROUNDS:
-                name = different[0].name
-                raise RowUndoRefused(f"triggers of the database change row {name} again")
+    def _newer_columns(self, planned: Sequence[Planned]) -> list[str]:
+        """Name the columns that no trigger knew, of rows that are back."""
+        back = [each for each in planned if each.target is not None]
+        newer = {
+            (each.table, column.name): None
+            for each in (back if self.log.dialect.names_columns else ())
+            for column in self._table(each.table).columns
+            if not column.is_generated and column.name not in (each.target or ())
+        }
+        return [
+            f"the column {column} of {table} is not restored: it is newer than the last track()"
+            for table, column in newer
+        ]
+
+    def _confirm(self, planned: Sequence[Planned], others: Set[str]) -> list[str]:
+        """Make sure that just the planned rows are as planned: triggers may have changed more.
+
+        Those of the database may also change tables that are not tracked, if the calls did so.
+        """
+        different, rounds, notes = self._different(planned), 0, list[str]()
+        while different and rounds < _MOST_ROUNDS:
             self._apply(different)
             different, rounds = self._different(planned), rounds + 1
+        for each in different:
+            now = self._now(each)
+            if now is None or each.target is None:
+                raise RowUndoRefused(f"triggers of the database change row {each.name} again")
+            columns = ", ".join(name for name in each.target if now[name] != each.target[name])
+            notes.append(f"row {each.name} differs in {columns}, which a trigger sets")
         known = {(each.table, each.key) for each in planned}
         for each in self._own_records():
-            is_more = not each.key or (each.table, each.key) not in known
+            is_more = (each.table, each.key) not in known if each.key else each.table not in others
             if is_more and (each.before is not None or each.after == _OTHER):
                 name = row_name(each.table, each.key) if each.key else each.table
                 raise RowUndoRefused(
                     f"it would also change {name}, which these calls did not change. Undo what "
                     "depends on it first"
                 )
+        return notes
 
 
 _OTHER = "changed rows"
+
+
+def _ends(records: Sequence[Record]) -> tuple[str | None, str | None]:
+    """Return what a call found of a row, and what it left.
+
+    A statement changes a row from one state to the next, so only the first and the last are not
+    both found and left. The records need not be in that order: a trigger of the table may change
+    the row again before ours is called.
+    """
+    counts = Counter(each.before for each in records)
+    counts.subtract(each.after for each in records)
+    found = [state for state, count in counts.items() if count > 0]
+    lasts = [state for state, count in counts.items() if count < 0]
+    if len(found) == len(lasts) == 1:
+        return found[0], lasts[0]
+    return records[0].before, records[-1].after if found else records[0].before
 
 
 def _image(dialect: Dialect, text: str | None) -> Image | None:
@@ -618,12 +716,14 @@ def _not_undone(records: Sequence[Record]) -> list[str]:
     return [
         f"the schema was changed ({table}), which is not undone"
         if what == SCHEMA
+        else f"rows of {table} are not undone: a part of their primary key is NULL, or renamed"
+        if what == NO_KEY
         else f"the rows of {table} are not undone: it is not tracked"
         for table, what in found
     ]
 
 
-SCHEMA = "schema"
+SCHEMA, NO_KEY = "schema", "rows without a key"
 
 
 def row_name(table: str, key: str) -> str:

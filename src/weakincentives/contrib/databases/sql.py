@@ -182,6 +182,7 @@ class _SqlWork(Work):
     refusal: str | None = None
     was_ended = False
     """Whether the handler tried to end the transaction."""
+    is_committing = False
     had_error = False
     """Whether a statement failed: some databases have then rolled everything back."""
     _has_connection = False
@@ -267,6 +268,7 @@ class _SqlWork(Work):
                         "an earlier statement failed, so the database commits nothing: put a "
                         "statement that may fail into `with db.transaction() as db:`"
                     ) from error
+            self.is_committing = True
             self.connection.commit()
 
     def rollback(self) -> None:
@@ -299,7 +301,7 @@ class _SqlWork(Work):
             try:
                 if self._refuses_writes and self.database.is_sqlite:
                     self.connection.exec_driver_sql("PRAGMA query_only=0")
-                if self.is_recorded and self.database.is_sqlite:
+                if self.is_recursive:
                     self.connection.exec_driver_sql("PRAGMA recursive_triggers=0")
                 if self._busy_timeout is not None:
                     timeout, self._busy_timeout = self._busy_timeout, None
@@ -366,6 +368,7 @@ def _before(connection: Connection, cursor: Any, statement: str, *_: Any) -> Non
     view.check_open("a statement")
     with work.lock:
         view._enter()
+        work.expect(statement)
     work.busy = threading.get_ident()
 
 
@@ -403,7 +406,9 @@ def _failed(context: ExceptionContext) -> None:
     found: Any = context.original_exception
     state = getattr(found, "sqlstate", None) or getattr(found, "pgcode", None)
     busy = getattr(found, "sqlite_errorcode", 0) & 0xFF
-    if state in _LOST_RACE or busy in (5, 6):
+    # With the connection, all that the transaction did is gone; a COMMIT may have been carried out.
+    is_lost = context.is_disconnect and not work.is_committing
+    if state in _LOST_RACE or busy in (5, 6) or is_lost:
         work.lost_race = True
     elif (state == _READ_ONLY or busy == 8) and work.refusal is not None:
         raise ReadOnlyView(work.refusal) from found

@@ -138,6 +138,7 @@ class SqliteDatabase(Database):
         """Run one statement in the call's transaction and return its rows."""
         here = self._here()
         with here._using() as work, work.speaking():
+            work.expect(statement)
             cursor = sqlite3.Connection.cursor(work.connection)
             return Rows.of(cursor.execute(statement, parameters))
 
@@ -145,6 +146,7 @@ class SqliteDatabase(Database):
         """Run a statement once for each of the parameters."""
         here = self._here()
         with here._using() as work, work.speaking():
+            work.expect(statement)
             cursor = sqlite3.Connection.cursor(work.connection)
             return Rows.of(cursor.executemany(statement, parameters))
 
@@ -186,15 +188,25 @@ class SqliteDatabase(Database):
             _of_parent.extend(self._idle)
             self._idle.clear()
             self._pid = os.getpid()
+        file = self._file()
         with suppress(IndexError):
-            return self._idle.pop()
-        made = sqlite3.connect(
-            self.path,
-            timeout=self.timeout,
-            isolation_level=None,
-            check_same_thread=False,
-            factory=_Connection,
-        )
+            while True:
+                found = self._idle.pop()
+                if found.file == file:
+                    return found
+                found.end()  # what it writes would be in a file that was removed or replaced
+        try:
+            made = sqlite3.connect(
+                self.path,
+                timeout=self.timeout,
+                isolation_level=None,
+                check_same_thread=False,
+                factory=_Connection,
+            )
+        except sqlite3.OperationalError as error:
+            error.args = (f"{error}: {self.path}",)
+            raise
+        made.file = self._file()
         try:
             made.row_factory = sqlite3.Row
             if self._prepare is not None:
@@ -205,6 +217,15 @@ class SqliteDatabase(Database):
             made.end()
             raise
         return made
+
+    def _file(self) -> tuple[int, int] | None:
+        if self.is_in_memory:
+            return None
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def give(self, connection: _Connection) -> None:
         """Take a connection back."""
@@ -247,8 +268,8 @@ class _SqliteWork(Work):
         gate = self.database.gate_of_writers
         if gate.owner is not None and self._is_nested_in(gate, on_loop):
             raise WinkError(
-                "the call under way is using this database: pass on its context, as in "
-                "tool(params, context=context)"
+                "the call or block under way is using this database: use the `db` of the block, or "
+                "pass on the context of the call, as in tool(params, context=context)"
             )
         try:
             if on_loop:
@@ -350,7 +371,7 @@ class _SqliteWork(Work):
                 if self._refuses_writes:
                     self._pragma("query_only", 0)
                     self._refuses_writes = False
-                if self.is_recorded:
+                if self.is_recursive:
                     self._pragma("recursive_triggers", 0)
             except sqlite3.Error:
                 reuse = False
@@ -389,6 +410,8 @@ class _Connection(sqlite3.Connection):
     """A connection whose transactions are the call's, and not the handler's."""
 
     work: _SqliteWork | None = None
+    file: tuple[int, int] | None = None
+    """Which file it has open."""
     is_ours = False
     busy_timeout = -1
     denied = ""
@@ -427,20 +450,22 @@ class _Cursor(sqlite3.Cursor):
     """A cursor of the call's connection, for a library that was given it."""
 
     @contextmanager
-    def _fenced(self) -> Generator[None]:
+    def _fenced(self, statement: str = "") -> Generator[None]:
         connection: Any = self.connection
         work: _SqliteWork | None = connection.work
         if work is None:
             raise WinkError("the transaction of this connection has ended")
         with work.view()._using(), work.speaking():
+            if statement:
+                work.expect(statement)
             yield
 
     def execute(self, *args: Any) -> Any:
-        with self._fenced():
+        with self._fenced(args[0]):
             return super().execute(*args)
 
     def executemany(self, *args: Any) -> Any:
-        with self._fenced():
+        with self._fenced(args[0]):
             return super().executemany(*args)
 
     def executescript(self, script: str) -> Any:

@@ -1,4 +1,9 @@
-"""Tools that are ready to be offered to a model."""
+"""Toolsets that are ready to be offered to a model: files, planning, commands, Python, web.
+
+May know: `core`, `errors`, `filesystem`, `prompt`, `resources`, `retry`, `serde`, `session`,
+`tool_result`.
+Must not go here: rules about who may call a tool; they belong in ``prompt.policies``.
+"""
 
 from typing import TYPE_CHECKING
 

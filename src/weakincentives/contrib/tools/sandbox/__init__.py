@@ -1,4 +1,9 @@
-"""Sandboxes for commands on a workspace, and the section that offers one to a model."""
+"""Sandboxes for commands on a workspace, and the section that offers one to a model.
+
+May know: `contrib`, `core`, `errors`, `filesystem`, `prompt`, `retry`, `session`,
+`tool_result`.
+Must not go here: how changed files are committed; that is ``filesystem.overlay``.
+"""
 
 import marshal
 from binascii import b2a_base64
