@@ -92,6 +92,10 @@ class Dialect(ABC):
             ResourceError: One of them goes on for so many seconds.
         """
 
+    def replaces(self, statement: str) -> bool:
+        """Whether a statement may remove rows of which triggers are told on request only."""
+        return False
+
     @abstractmethod
     def exists(self, work: Work) -> bool:
         """Whether the database has our tables."""
