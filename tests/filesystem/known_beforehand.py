@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sqlite3  # noqa: F401
 
 import branch_child  # noqa: F401
+import deeds_child  # noqa: F401
+import injected_child  # noqa: F401
 import killed_child  # noqa: F401
 
 import weakincentives.cli.entry

@@ -37,7 +37,7 @@ def forkserver() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 does not tell it where our modules are, and then loads them in every child.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        processes.set_forkserver_preload(["injected_child", "killed_child", "sqlite3"])
+        processes.set_forkserver_preload(["known_beforehand"])
         multiprocessing.forkserver.ensure_running()
 
 

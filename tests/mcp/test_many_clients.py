@@ -31,6 +31,8 @@ SECONDS = 600
 # `make torture` makes 10,000 calls, by 50 clients, with 20 kills.
 CALLS = int(os.environ.get("WINK_TORTURE", "120"))
 CLIENTS, KILLS = (50, CALLS // 500) if CALLS >= 1000 else (12, 2)
+OTHERS = {name: value for name, value in os.environ.items() if not name.startswith("WINK_")}
+"""Our environment, without what is for the tests."""
 LEAVING = 0.02
 """How likely it is that a client does not wait for the answer to a call."""
 
@@ -47,7 +49,7 @@ class Server:
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "weakincentives.cli", "mcp", "-w", str(self.workspace)),
             *("--http", "--port", str(self.port), TOOLS),
-            env={**os.environ, "WINK_MCP_TOKEN": TOKEN},
+            env={**OTHERS, "WINK_MCP_TOKEN": TOKEN},
             stderr=asyncio.subprocess.PIPE,
         )
         assert self.process.stderr is not None

@@ -15,6 +15,7 @@ from sqlalchemy import text
 import weakincentives as wink
 from weakincentives.adapters import (
     Adapter,
+    AnthropicAdapter,
     ClaudeAgentSDKAdapter,
     LiteLLMAdapter,
     LocalAdapter,
@@ -24,6 +25,8 @@ from weakincentives.adapters import (
     ScriptedAdapter,
 )
 from weakincentives.contrib.databases import AsyncSqlDatabase, SqlDatabase, SqliteDatabase
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.mcp import McpServer
 from weakincentives.prompt import (
     AnyPolicy,
     Approval,
@@ -39,9 +42,21 @@ from weakincentives.prompt import (
     StateChangeEffect,
     if_offered,
 )
+from weakincentives.resources import Binding, Scope
 from weakincentives.retry import RetryPolicies
-from weakincentives.runtime import MainLoop, MainLoopConfig, Session
-from weakincentives.testing import MadeUpAdapter, no_model_requests
+from weakincentives.runtime import (
+    MainLoop,
+    MainLoopConfig,
+    SavedSession,
+    Session,
+    Slice,
+    ToolInvoked,
+    parallel,
+    replace_latest,
+    sequence,
+    tool_transaction,
+)
+from weakincentives.testing import MadeUpAdapter, no_model_requests, resource_cases
 
 _logger = logging.getLogger(__name__)
 
@@ -210,6 +225,67 @@ resources: dict[type, object] = {SqliteDatabase: SqliteDatabase(":memory:"), Til
 desk = wink.ToolRegistry([bill, bill_later], resources=resources, strict=False, debug=True)
 
 
+# What calls changed, after a kill and undone
+
+
+def look_back(database: SqliteDatabase, saved: SavedSession, files: HostFilesystem) -> None:
+    database.track("invoice")
+    for call in database.calls():
+        undone = database.undo([call.call_id])
+        _logger.info("%s %s %s", call.tool, undone.notes, [each.name for each in undone.changes])
+    saved.recover(files, databases=[database])
+    record = saved.session[ToolInvoked].latest()
+    _logger.info("%s", record and record.result.message)
+
+
+# State, transactions, compositions, and a resource with views
+
+
+def add_plan(plans: Slice[Booked], event: Order) -> tuple[Booked, ...]:
+    return (*plans, Booked(str(event.number)))
+
+
+session = Session()
+session[Booked].register(Order, add_plan)
+session[Order].register(Order, replace_latest)
+with tool_transaction(session, resources):
+    session.dispatch(Order(3))
+latest: Booked | None = session[Booked].latest()
+desk.register(sequence([bill, bill_later], name="both"))
+desk.register(parallel([bill, bill_later], name="together"))
+server = McpServer(desk, name="desk")
+
+
+class Shelf:
+    """A resource whose calls run concurrently."""
+
+    def __init__(self, items: tuple[str, ...] = ()) -> None:
+        self.items = items
+
+    def snapshot(self) -> tuple[str, ...]:
+        return self.items
+
+    def restore(self, token: tuple[str, ...], /) -> None:
+        self.items = token
+
+    def fork(self) -> Shelf:
+        return Shelf(self.items)
+
+    def merge(self, view: Shelf, /) -> None:
+        self.items = view.items
+
+    def discard(self, view: Shelf, /) -> None:
+        _logger.info("discarded %s", view.items)
+
+
+bindings = {Shelf: Binding(Shelf, lambda resolver: Shelf(), scope=Scope.SINGLETON)}
+shelves = wink.ToolRegistry([book], resources=bindings)
+for case in resource_cases():
+    case.check(
+        Shelf, lambda shelf, number: shelf.restore((str(number),)), lambda shelf: shelf.items
+    )
+
+
 # Outputs: text, unions, functions and validators
 
 
@@ -268,6 +344,7 @@ async def serve_later() -> None:
         Desk(adapter=OpenAIAdapter(model="m")),
         Desk(adapter=LiteLLMAdapter(model="m")),
         Desk(adapter=LocalAdapter()),
+        Desk(adapter=AnthropicAdapter("m")),
         Desk(adapter=ClaudeAgentSDKAdapter()),
     ):
         response, _ = await desk.aexecute(Request("a seat"))
