@@ -1,9 +1,10 @@
-"""A call over MCP that writes a file: our server beside those of the mcp and fastmcp packages.
+"""Calls over MCP: our server beside those of the mcp and fastmcp packages.
 
-Ours does it in a transaction: a policy, history on disk, undo, a saved session. The others just
-write the file. Over standard input and output each server is a program of its own; the client is
-that of the mcp package, and asks all of them in turn. fastmcp is measured over stdio where its
-environment is there: run the peer fastmcp first.
+One tool only answers, the other writes a file. Ours does both in a transaction: a policy, history
+on disk, undo, a saved session. The others just answer, or write the file. Over standard input and
+output each server is a program of its own; the client is that of the mcp package, and asks all of
+them in turn. fastmcp is measured over stdio where its environment is there: run the peer fastmcp
+first.
 """
 
 import asyncio
@@ -29,22 +30,27 @@ BATCH = 20
 """Calls to one server before the next one has its turn: after a change the caches are cold."""
 
 
+TOOLS = {"echo": "text", "write": "content"}
+"""The tools, and the argument of each that takes a text."""
+
+
 class Asked:
-    """A client of one server, and how long its calls took, in µs."""
+    """A client of one server, and how long its calls of each tool took, in µs."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.walls: list[float] = []
+        self.walls: dict[str, list[float]] = {tool: [] for tool in TOOLS}
 
-    async def call(self, number: int) -> None:
-        arguments = {"path": "a.txt", "content": f"content {number}\n" * 20}
+    async def call(self, tool: str, number: int) -> None:
+        arguments = {TOOLS[tool]: f"content {number}\n" * 20}
+        arguments |= {"path": "a.txt"} if tool == "write" else {}
         began = time.perf_counter()
-        result = await self.client.call_tool("write", arguments)
-        self.walls.append((time.perf_counter() - began) * 1e6)
+        result = await self.client.call_tool(tool, arguments)
+        self.walls[tool].append((time.perf_counter() - began) * 1e6)
         assert not result.is_error, result
 
-    def figures(self) -> dict[str, float]:
-        walls = sorted(self.walls[WARM:])
+    def figures(self, tool: str) -> dict[str, float]:
+        walls = sorted(self.walls[tool][WARM:])
         return {
             "wall": round(median(walls), 1),
             "wall_p10": round(walls[len(walls) // 10], 1),
@@ -113,15 +119,17 @@ async def measure(calls: int) -> None:
                 for way, mode in (("http", "auto"), (f"http {OLDER}", "legacy")):
                     await add(way, kind, server, lambda d: over_http(server, kind, d, mode))  # noqa: B023
                 await add("memory", kind, server, lambda d: in_memory(server, kind, d))  # noqa: B023
-        for each in asked.values():
-            for number in range(WARM):
-                await each.call(number)
-        for first in range(0, calls, BATCH):
+        for tool in TOOLS:
             for each in asked.values():
-                for number in range(first, first + BATCH):
-                    await each.call(number)
-        for (way, kind, server), each in asked.items():
-            emit("mcp call", way=way, kind=kind, server=server, **each.figures())
+                for number in range(WARM):
+                    await each.call(tool, number)
+            for first in range(0, calls, BATCH):
+                for each in asked.values():
+                    for number in range(first, first + BATCH):
+                        await each.call(tool, number)
+            for (way, kind, server), each in asked.items():
+                about = {"tool": tool, "way": way, "kind": kind, "server": server}
+                emit("mcp call", **about, **each.figures(tool))
 
 
 if __name__ == "__main__":

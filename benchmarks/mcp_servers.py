@@ -1,4 +1,4 @@
-"""MCP servers whose one tool writes a file: ours, and those it is compared with.
+"""MCP servers with a tool that answers and one that writes a file: ours, and its peers.
 
 ``python mcp_servers.py ours DIRECTORY`` serves over standard input and output. With
 ``sync http`` at the end it serves HTTP, and prints its port.
@@ -28,6 +28,21 @@ def plain_write(directory: Path, kind: str):
     return write if kind == "sync" else write_async
 
 
+def plain_echo(kind: str):
+    """Return a tool that only answers."""
+
+    def echo(text: str) -> str:
+        """Return a text."""
+        return text
+
+    async def echo_async(text: str) -> str:
+        """Return a text."""
+        return text
+
+    echo_async.__name__ = "echo"
+    return echo if kind == "sync" else echo_async
+
+
 def ours(directory: Path, kind: str = "sync"):
     """Return our server: a policy, a transaction with history on disk, undo, a saved session."""
     from weakincentives.filesystem import Filesystem, HostFilesystem
@@ -48,10 +63,11 @@ def ours(directory: Path, kind: str = "sync"):
         return f"Wrote {path}"
 
     tool = as_tool(reach="reversible", name="write")(write if kind == "sync" else write_async)
+    echo = as_tool(reach="read", concurrent=True)(plain_echo(kind))
     files = HostFilesystem(directory)
     session = Session()
     saved = SavedSession.create(files.store / "session.jsonl", session)
-    section = MarkdownSection(title="Files", tools=[tool], policies=[ReadBeforeWritePolicy()])
+    section = MarkdownSection(title="Files", tools=[tool, echo], policies=[ReadBeforeWritePolicy()])
     template = PromptTemplate(sections=[section], resources={Filesystem: files})
     server = McpServer(Prompt(template), session=session)
     server.kept = (files, saved)
@@ -64,6 +80,7 @@ def sdk(directory: Path, kind: str = "sync"):
 
     server = MCPServer("peer", log_level="ERROR")
     server.tool()(plain_write(directory, kind))
+    server.tool()(plain_echo(kind))
     return server
 
 
@@ -73,6 +90,7 @@ def fastmcp(directory: Path, kind: str = "sync"):
 
     server = FastMCP("peer")
     server.tool(plain_write(directory, kind))
+    server.tool(plain_echo(kind))
     return server
 
 

@@ -17,14 +17,22 @@ from typing import Any
 
 from weakincentives.cli import __main__
 from weakincentives.cli.entry import main
+from weakincentives.cli.workbench import suite_tools
 
-PACKAGES = ("cli", "contrib.tools", "filesystem", "prompt", "runtime")
+PACKAGES = ("cli", "cli.hooks", "contrib.tools", "filesystem", "prompt", "runtime")
 OTHERS = (
+    "email.parser",
+    "pathspec.gitignore",
     "prompt_toolkit.shortcuts",
     "rich.live",
     "rich.markdown",
     "rich.syntax",
+    "typer._adapters",
+    "typer._click.decorators",
+    "weakincentives.adapters.catalog",
+    "weakincentives.adapters.local",
     "weakincentives.adapters.scripted",
+    "weakincentives.integrations.bridge",
 )
 
 
@@ -36,6 +44,7 @@ def import_all() -> None:
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):  # what an optional module needs
             importlib.import_module(name)
+    suite_tools()  # whose schemas are made once for each process
 
 
 def serve(requests: socket.socket) -> None:

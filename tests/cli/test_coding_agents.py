@@ -138,6 +138,8 @@ def test_what_a_sub_agent_changes_can_be_undone_alone(agent: Running, project: P
 
     [(_, outcome, files)] = calls(project)
     assert (outcome, files) == ("committed", ["src/a.py", "src/deep/run", "src/link"])
+    lines = wink("log", "--json", cwd=project).stdout.splitlines()
+    assert len({json.loads(line)["run"] for line in lines}) == 1  # of the agent
     assert wink("undo", cwd=project).returncode == 0
     assert tree(project) == before
 

@@ -282,6 +282,29 @@ def test_a_sub_agent_in_the_background_that_no_hook_hears_of_is_recorded_until_t
     assert calls(project) == [("delegate", "committed", ["mine.txt"])]
 
 
+def test_what_a_sub_agent_with_a_session_of_its_own_does_is_in_the_agent_s_run(project: Path):
+    def tell(event: str, *, is_sub: bool = False, **more: Any) -> None:
+        told = {"hook_event_name": event, "cwd": str(project), "session_id": "main", **more}
+        if is_sub:
+            told |= {"session_id": "sub", "agent_id": "sub", "parent_agent_id": "main"}
+        done = wink("hook", "run", "copilot", cwd=project, stdin=json.dumps(told))
+        assert (done.returncode, done.stderr) == (0, "")
+
+    task = {"tool_name": "Agent", "tool_input": {"prompt": "clean up"}}
+    shell = {"tool_name": "Bash", "tool_input": {"command": "rm mine.txt"}}
+    tell("UserPromptSubmit", prompt="have it cleaned up")
+    tell("PreToolUse", **task)
+    tell("UserPromptSubmit", is_sub=True, prompt="clean up")
+    tell("PreToolUse", is_sub=True, **shell)
+    (project / "mine.txt").unlink()
+    tell("PostToolUse", is_sub=True, **shell)
+    tell("Stop", is_sub=True)
+    tell("PostToolUse", **task)
+
+    assert calls(project) == [("bash", "committed", ["mine.txt"])]
+    assert "Copilot CLI: have it cleaned up" in wink("log", cwd=project).stdout.splitlines()[0]
+
+
 # What WINK itself changes while a tool runs
 
 

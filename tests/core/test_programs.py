@@ -426,6 +426,40 @@ def test_a_command_needs_no_program_that_is_planted(workspace: Path, active: Pat
     assert not was_run.exists()
 
 
+OTHERS = {
+    "openai": "weakincentives.adapters.OpenAIAdapter('m', api_key='k')",
+    "anthropic": "weakincentives.adapters.AnthropicAdapter('m', api_key='k')",
+    "litellm": "weakincentives.adapters.LiteLLMAdapter('openai/m', api_key='k')",
+    "dbos": "weakincentives.durable.DbosEngine('sqlite:///runs.db').pending()",  # not launched
+}
+"""What loads a package of others."""
+
+
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(n, marks=pytest.mark.heavy) if n == "litellm" else n for n in OTHERS],
+)
+def test_nor_do_packages_of_others_start_one(
+    workspace: Path, active: Path, tmp_path: Path, package: str
+):
+    """The standard library asks `uname` and `file` what it runs on."""
+    pytest.importorskip(package)
+    was_run = tmp_path / "was-run"
+    for name in ("uname", "file", "ldconfig", "gcc", "cc", "ld", "objdump"):
+        plant(active / name, f'#!/bin/sh\necho "$0" >>{was_run}\nexit 1\n')
+    program = f"""
+import contextlib, platform, sys, weakincentives.adapters, weakincentives.durable
+with contextlib.suppress(Exception):
+    {OTHERS[package]}
+assert "{package}" in sys.modules
+platform.platform()
+"""
+
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+
+    assert not was_run.exists(), was_run.read_text()
+
+
 def test_a_planted_mcp_server_is_not_started(workspace: Path, active: Path, tmp_path: Path):
     """Neither by its name, nor as the script of an interpreter, nor from the current directory."""
     pytest.importorskip("mcp")

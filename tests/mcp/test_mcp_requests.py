@@ -185,6 +185,38 @@ def test_the_time_of_a_call_stops_while_a_person_is_asked(asked: Ask):
     assert elicited(asked, slow, timeout=8)["action"] == "accept"
 
 
+def test_a_person_is_not_asked_without_end():
+    server = MCPServer("travel", log_level="ERROR")
+
+    @server.tool()
+    async def nag(ctx: Context) -> types.CallToolResult | types.InputRequiredResult:
+        """Ask the same again and again."""
+        answers = ctx.input_responses or {}
+        if any(each.action == "cancel" for each in answers.values()):
+            return types.CallToolResult(content=[types.TextContent(text="gave up")])
+        nothing = {"type": "object", "properties": {}}
+        form = {"mode": "form", "message": "Sure?", "requestedSchema": nothing}
+        asked = {f"it{n}": {"method": "elicitation/create", "params": form} for n in range(7)}
+        return types.InputRequiredResult.model_validate(
+            {"resultType": "input_required", "inputRequests": asked}
+        )
+
+    seen: list[ApprovalRequest] = []
+
+    def person(request: ApprovalRequest) -> bool:
+        seen.append(request)
+        return True
+
+    with (
+        McpToolsSection(server=server, ask=person) as section,
+        wink.ToolRegistry.from_section(section) as tools,
+    ):
+        results = [tools.execute("nag", {}).render() for _ in range(2)]
+
+    assert results == ["gave up", "gave up"]
+    assert len(seen) == 2 * 20
+
+
 # A model
 
 

@@ -30,10 +30,19 @@ class Guarded:
         assert self.process.stdout is not None
         places = json.loads(self.process.stdout.readline())
         self.url, self.issuer, self._log = places["url"], places["issuer"], log
+        self._before = 0
+
+    @property
+    def _noted(self) -> list[str]:
+        return self._log.read_text().split() if self._log.exists() else []
+
+    def begin(self) -> None:
+        """Forget what was granted to another test."""
+        self._before = len(self._noted)
 
     @property
     def granted(self) -> list[str]:
-        return self._log.read_text().split() if self._log.exists() else []
+        return self._noted[self._before :]
 
     def end(self) -> None:
         self.process.kill()
@@ -42,11 +51,17 @@ class Guarded:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    server = Guarded(tmp_path / "log")
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    server = Guarded(tmp_path_factory.mktemp("guarded") / "log")
     yield server
     server.end()
+
+
+@pytest.fixture
+def guarded(shared: Guarded) -> Guarded:
+    shared.begin()
+    return shared
 
 
 def browse(page: str) -> None:

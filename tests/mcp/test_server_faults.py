@@ -127,7 +127,8 @@ def test_an_id_that_is_in_use_is_refused_and_a_late_cancellation_does_nothing(
     assert (workspace / "b.txt").read_text() == "b"
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("last", [False, True])
 def test_an_argument_of_100_mb_is_refused_without_being_held(workspace: Path, last: bool):
     """Whether the id comes before what is too long, or after it."""
     start = b'{"jsonrpc":"2.0","id":7,"method":"tools/call","params":'

@@ -704,6 +704,7 @@ def test_an_error_of_the_protocol_is_one_of_that_call_whatever_its_code(log: Pat
     assert log.read_text().count("started") == 1
 
 
+@pytest.mark.heavy  # long enough for the server to have begun on any machine
 def test_the_deadline_of_the_run_holds(log: Path):
     with McpToolsSection(server=raw("--log", log)) as section:
         registry = wink.ToolRegistry(section.tools)
@@ -1151,6 +1152,7 @@ def test_the_example_shows_what_it_says():
     assert "30 were paid. In the book: 70\n" in shown
 
 
+@pytest.mark.heavy
 def test_the_example_of_several_servers_shows_what_it_says():
     example = EXAMPLE.with_name("mcp_servers_together.py")
     done = subprocess.run(

@@ -26,6 +26,7 @@ from weakincentives.adapters.schema import (
 from weakincentives.core.budget import TokenPrice, TokenUsage
 from weakincentives.core.call import ToolCall
 from weakincentives.core.media import Media
+from weakincentives.core.programs import loading
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 
@@ -90,7 +91,8 @@ class AnthropicAdapter(Adapter):
         client_options: Mapping[str, Any] | None = None,
     ) -> None:
         try:
-            import anthropic
+            with loading():
+                import anthropic
         except ImportError as error:
             raise MissingExtra("anthropic", "anthropic") from error
         if max_tokens < 1:

@@ -18,6 +18,7 @@ from weakincentives.adapters.media import AUDIO, IMAGES, PDF
 from weakincentives.adapters.openai import RETURNED_FIELDS, ChatAdapter, PerLoop
 from weakincentives.adapters.schema import Forms, OutputForm, replace_lone_surrogates
 from weakincentives.core.budget import TokenPrice
+from weakincentives.core.programs import loading
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import ModelTurn
 
@@ -129,7 +130,8 @@ def _litellm() -> Any:
         # And it loads variables from the .env of a project, which agents write: where to send keys.
         os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
     try:
-        litellm: Any = import_module("litellm")
+        with loading():
+            litellm: Any = import_module("litellm")
     except ImportError as error:
         raise MissingExtra("litellm", "litellm") from error
     litellm.suppress_debug_info = True  # otherwise it prints every failure

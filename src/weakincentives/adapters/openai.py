@@ -41,6 +41,7 @@ from weakincentives.core.budget import TokenPrice, TokenUsage
 from weakincentives.core.call import ToolCall
 from weakincentives.core.logs import get_logger
 from weakincentives.core.media import Media
+from weakincentives.core.programs import loading
 from weakincentives.errors import MissingExtra, ParseError, ProviderRejected
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 
@@ -180,7 +181,8 @@ class OpenAIAdapter(ChatAdapter):
         client_options: Mapping[str, Any] | None = None,
     ) -> None:
         try:
-            import openai
+            with loading():
+                import openai
         except ImportError as error:
             raise MissingExtra("openai", "openai") from error
         if api not in ("chat", "responses"):

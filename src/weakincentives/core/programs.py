@@ -15,8 +15,8 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 from weakincentives.core.clock import SYSTEM_CLOCK
@@ -120,6 +120,24 @@ def safe_path(path: str | None = None) -> str:
 def _safe(path: str, *, ours: bool = True) -> str:
     places = dict.fromkeys(filter(os.path.isabs, path.split(os.pathsep)))
     return os.pathsep.join(each for each in places if reach_of_agents(each, ours=ours) is None)
+
+
+@contextmanager
+def loading() -> Generator[None]:
+    """Load packages of others in the block: some start a program by its name, then or later."""
+    import platform
+
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = safe_path()
+    try:
+        # Clients of models tell it to their servers. Python asks a program for it, once.
+        _ = platform.uname().processor
+        yield
+    finally:
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 def safe_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -408,7 +426,11 @@ def _is_in(path: str, directory: str) -> bool:
 def _active() -> frozenset[str]:
     """Return the environments that are active in this process."""
     named = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
-    return frozenset(os.path.realpath(each) for each in named if os.path.isabs(each))
+    found = set[str]()
+    for each in filter(os.path.isabs, named):
+        with suppress(OSError):  # a link that cannot be read: nothing is found there either
+            found.add(os.path.realpath(each))
+    return frozenset(found)
 
 
 def _is_environment(directory: str) -> bool:

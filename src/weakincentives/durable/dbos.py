@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakincentives.core.call import new_id
 from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.logs import get_logger
+from weakincentives.core.programs import loading
 from weakincentives.durable.host import Elsewhere, Hosting, Opening, Prepare, RunHost
 from weakincentives.durable.steps import (
     Step,
@@ -445,7 +446,8 @@ def _register() -> None:
 def _dbos() -> type[DBOS]:
     """Import DBOS when it is first needed: a program that submits runs does without it."""
     try:
-        from dbos import DBOS
+        with loading():
+            from dbos import DBOS
     except ImportError as error:
         raise MissingExtra("durable", "dbos") from error
     return DBOS

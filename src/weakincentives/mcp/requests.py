@@ -52,8 +52,8 @@ _PATIENCE = 300.0
 """Seconds that a person has to answer."""
 _MOST_SHOWN = 4_000
 """Characters of a server's question."""
-_MAX_SAMPLES = 20
-"""Answers of the model to one call of a tool."""
+_MAX_SAMPLES = _MAX_QUESTIONS = 20
+"""Answers of the model, and questions to a person, for one call of a tool."""
 
 
 @dataclass(eq=False)
@@ -65,6 +65,7 @@ class PendingCall:
     """Our name of the tool."""
     on_wait: OnWait
     samples: int = 0
+    questions: int = 0
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -211,6 +212,10 @@ class Requests:
         ask = _asking(caller) if isinstance(self._ask, str) else self._ask
         if ask is None:
             return None
+        if caller.questions >= _MAX_QUESTIONS:  # whoever is asked without end agrees in the end
+            _logger.warning("the MCP server %s asks too much during one call", self._server)
+            return None
+        caller.questions += 1
 
         def revise(arguments: Mapping[str, Any]) -> ApprovalRequest:
             try:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from weakincentives.contrib.databases import Database
 from weakincentives.core.call import ToolCall
 from weakincentives.errors import RowUndoRefused, SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.filesystem import Filesystem, HostFilesystem
@@ -140,6 +141,8 @@ class _Point:
 
     session: Snapshot
     resources: dict[str, object]
+    commits: dict[str, object]
+    """How many calls each database has committed; its rows are undone by its own records."""
     changed: bool = True
     """Whether the call has changed any of it, as far as that is known."""
     is_shared: bool = False
@@ -173,6 +176,13 @@ class _Past:
             offers = context.rendering.offers
             self.reaches = {name: offer.tool.reach for name, offer in offers.items()}
         self._records = context.session[ToolInvoked]
+        self.databases = [each for _, each in _databases(context) if each.may_record]
+
+    def has_rows(self, call_id: str) -> bool:
+        """Whether a call has changed rows that can be undone."""
+        return any(
+            each.has_committed(call_id) and each.changes([call_id]) for each in self.databases
+        )
 
     def standing(self) -> Iterator[ToolInvoked]:
         """Yield the calls that succeeded and are not undone, newest first."""
@@ -206,18 +216,20 @@ class _Past:
             raise ToolValidationError("\n".join(lines)) from error
 
 
-def _undo_rows(calls: Sequence[str], context: ToolContext) -> list[str]:
-    """Undo the rows of calls in the databases that record them; returns what was left."""
-    from weakincentives.contrib.databases import Database
+def _databases(context: ToolContext) -> list[tuple[str, Database]]:
+    resources: Any = getattr(context.resources, "context", context.resources)
+    named: Iterable[tuple[str, Any]] = getattr(resources, "snapshotables", ())
+    return [(name, each) for name, each in named if isinstance(each, Database)]
 
+
+def _undo_rows(calls: Sequence[str], past: _Past) -> list[str]:
+    """Undo the rows of calls in the databases that record them; returns what was left."""
     notes: list[str] = []
-    resources: Any = context.resources
-    for _, each in resources.snapshotables:
-        if isinstance(each, Database) and each.may_record:
-            try:
-                notes += each.undo(calls).notes
-            except RowUndoRefused as error:
-                raise ToolValidationError(f"Nothing was undone: {error}") from error
+    for each in past.databases:
+        try:
+            notes += each.undo(calls).notes
+        except RowUndoRefused as error:
+            raise ToolValidationError(f"Nothing was undone: {error}") from error
     return notes
 
 
@@ -287,7 +299,7 @@ class UndoTools:
         if point is None:
             return
         if result.success:
-            point.changed = bool(point.resources) or self._differs(point)
+            point.changed = bool(point.resources or point.commits) or self._differs(point)
         else:
             del self._points[call.id]
 
@@ -373,7 +385,7 @@ class UndoTools:
             return ToolResult.error("Nothing has changed since: there is nothing to undo")
         ids = tuple(record.call_id for record in chosen.undone)
         notes = past.undo_files([each for each in ids if each in past.paths])
-        notes += _undo_rows(ids, context)
+        notes += _undo_rows(ids, past)
         notes += self._restore_state(chosen, context)
         notes += [
             f"The effects of {record.tool_name} outside files and session are not undone."
@@ -395,7 +407,11 @@ class UndoTools:
                 checkpoints[value.name] = None
             elif self._may_have_changed(record, past):
                 # After a restart, only changes to files are certain.
-                is_known = record.call_id in past.paths or record.call_id in self._points
+                is_known = (
+                    record.call_id in past.paths
+                    or record.call_id in self._points
+                    or past.has_rows(record.call_id)
+                )
                 is_it = is_known if params.call_id is None else record.call_id == params.call_id
                 if is_it and params.checkpoint is None:
                     if params.and_later:
@@ -412,7 +428,7 @@ class UndoTools:
         )
 
     def _may_have_changed(self, record: ToolInvoked, past: _Past) -> bool:
-        if record.call_id in past.paths:
+        if record.call_id in past.paths or past.has_rows(record.call_id):
             return True
         point = self._points.get(record.call_id)
         if point is not None:
@@ -445,7 +461,16 @@ class UndoTools:
             resources: Any = context.resources
             for name, resource in resources.snapshotables:
                 if name in point.resources:
-                    resource.restore(point.resources[name])
+                    token = point.resources[name]
+                    if isinstance(resource, Participant):
+                        resource.restore_here(token)
+                    else:
+                        resource.restore(token)
+            return [
+                f"Rows of {each.title} that were changed since are not undone: see its track()."
+                for name, each in _databases(context)
+                if not each.may_record and each.snapshot_here() != point.commits.get(name)
+            ]
         return []
 
     def _checkpoint(
@@ -511,6 +536,7 @@ def _point(session: Session, context: ToolContext) -> _Point:
         name: resource.snapshot_here() if isinstance(resource, Participant) else resource.snapshot()
         for name, resource in named
         # A snapshot of files would keep their history from being trimmed.
-        if not isinstance(resource, HostFilesystem)
+        if not isinstance(resource, (HostFilesystem, Database))
     }
-    return _Point(session.snapshot(), tokens)
+    commits = {name: each.snapshot_here() for name, each in _databases(context)}
+    return _Point(session.snapshot(), tokens, commits)

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,6 +175,19 @@ _CLINE = {
 """The file that an event's hook is in, by what the event is called when it is told."""
 
 
+class Copilot(Adapter):
+    """Copilot CLI: a sub-agent has a session of its own, whose parent is the agent's session."""
+
+    def read(self, told: Told) -> Event | None:
+        parent = told.get("parent_agent_id")
+        if not parent or told.get("agent_id") != told.get("session_id"):
+            return super().read(told)
+        event = super().read({**told, "session_id": parent})
+        if event is None or event.kind == "prompt":  # the agent wrote it, not the person
+            return None
+        return replace(event, kind="subagent_end") if event.kind == "turn_end" else event
+
+
 class Goose(Adapter):
     """goose: Claude's events in other words; only the hook before a tool is listened to."""
 
@@ -272,13 +285,15 @@ ADAPTERS: Mapping[str, Adapter] = {
             reading=frozenset({"view_image", "web_search"}),
             others=frozenset({"Bash", "apply_patch"}),
         ),
-        Adapter(
+        Copilot(
             program="copilot",
             title="Copilot CLI",
             kinds=_CLAUDE,
             editing=frozenset({"create", "edit"}),
             reading=frozenset({"fetch_copilot_cli_documentation", "glob", "grep", "view"}),
-            not_calls=frozenset({"ask_user", "report_intent", "skill", "task", "update_todo"}),
+            not_calls=frozenset(
+                {"Agent", "ask_user", "report_intent", "skill", "task", "update_todo"}
+            ),
             others=frozenset({"bash"}),
             places=("path",),
         ),

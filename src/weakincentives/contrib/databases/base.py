@@ -63,6 +63,7 @@ class Work(ABC):
         self.undoes: Sequence[str] = ()
         """The calls whose rows it undoes."""
         self.is_recorded = False
+        self.is_recursive = False
         self.keep: Callable[[], KeptCall | None] | None = None
         """Returns what to keep of the call until its session is saved."""
 
@@ -100,6 +101,17 @@ class Work(ABC):
     @abstractmethod
     def close(self, *, reuse: bool) -> None:
         """Release the connection and all locks. May be called again."""
+
+    def expect(self, statement: str) -> None:
+        """Prepare for a statement of the handler: SQLite tells triggers of what a REPLACE removes.
+
+        With this, triggers are recursive: those of many tables may not be.
+        """
+        log = self.database._log
+        replaces = self.is_recorded and log is not None and log.dialect.replaces(statement)
+        if replaces != self.is_recursive:
+            self.is_recursive = replaces
+            self.run(f"PRAGMA recursive_triggers={int(replaces)}")
 
     def hold(self) -> bool:
         """Enter the lock, stopping a statement of an abandoned handler; False if it goes on."""

@@ -8,6 +8,7 @@ setting of the transaction.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ _KEPT = (
 )
 
 
+_REPLACES = re.compile(r"\b(OR|ON\s+CONFLICT)\s+REPLACE\b|\bREPLACE\s+INTO\b", re.IGNORECASE)
+
+
 def _call(work: Work) -> dict[str, Any]:
     return {
         "call_id": work.call_id,
@@ -66,10 +70,22 @@ class SqliteDialect(Dialect):
     def wait(self, work: Work, session: str, patience: float) -> None:
         """A transaction is part of its process, and ends with it."""
 
+    _always_replaces = False
+    """Whether a constraint or trigger has REPLACE, so that any statement may remove rows by it."""
+
     def exists(self, work: Work) -> bool:
-        return bool(work.ask("SELECT 1 FROM sqlite_master WHERE name = :name", name=CALLS))
+        found = work.ask(
+            "SELECT name, sql FROM sqlite_master WHERE name = :name OR sql LIKE '%replace%'",
+            name=CALLS,
+        )
+        self._always_replaces = any(_REPLACES.search(sql) for _, sql in found)
+        return any(name == CALLS for name, _ in found)
+
+    def replaces(self, statement: str) -> bool:
+        return self._always_replaces or _REPLACES.search(statement) is not None
 
     def create(self, work: Work) -> None:
+        self.exists(work)
         work.run(
             f"CREATE TABLE IF NOT EXISTS {CALLS} (number INTEGER PRIMARY KEY AUTOINCREMENT, call_id"
             " TEXT NOT NULL, tool TEXT NOT NULL, session_id TEXT NOT NULL, workspace TEXT NOT NULL,"
@@ -194,8 +210,6 @@ class SqliteDialect(Dialect):
                 work.run(f"DROP TRIGGER IF EXISTS {_quoted(f'wink_{kind}_{event}_{table}')}")
 
     def begin(self, work: Work) -> None:
-        # A REPLACE deletes rows without this, and no trigger is told.
-        work.run("PRAGMA recursive_triggers=1")
         work.ask(
             f"INSERT INTO {CALLS} (call_id, tool, session_id, workspace, at, undoes, is_open,"
             " schema) SELECT :call_id, :tool, :session, :workspace, :at, :undoes, 1, schema_version"

@@ -92,6 +92,10 @@ class Dialect(ABC):
             ResourceError: One of them goes on for so many seconds.
         """
 
+    def replaces(self, statement: str) -> bool:
+        """Whether a statement may remove rows of which triggers are told on request only."""
+        return False
+
     @abstractmethod
     def exists(self, work: Work) -> bool:
         """Whether the database has our tables."""
@@ -216,6 +220,15 @@ class RowLog:
             work.workspace = workspace()
             self.dialect.begin(work)
         return self.is_there
+
+    def note_undoes(self, work: Work) -> None:
+        """Note that a call under way undoes others."""
+        work.ask(
+            f"UPDATE {self.dialect.calls} SET undoes = :undoes WHERE call_id = :call_id AND number"
+            f" = (SELECT max(number) FROM {self.dialect.calls} WHERE call_id = :call_id)",
+            undoes=json.dumps(work.undoes),
+            call_id=work.call_id,
+        )
 
     def finish(self, work: Work, workspace: Callable[[], str]) -> None:
         if not work.workspace and (found := workspace()):  # it was opened by the call
@@ -747,8 +760,11 @@ def _at_work(
         assert work is not None
         if not work.call_id:  # else it is that of the call under way
             work.call_id = call_id
+        was_noted = work.is_recorded
         work.undoes = tuple(undoes)
         if works is not None:
             works.append(work)
         with view._using():
+            if was_noted and undoes and database._log is not None:
+                database._log.note_undoes(work)
             yield work

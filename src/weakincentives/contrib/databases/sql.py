@@ -301,7 +301,7 @@ class _SqlWork(Work):
             try:
                 if self._refuses_writes and self.database.is_sqlite:
                     self.connection.exec_driver_sql("PRAGMA query_only=0")
-                if self.is_recorded and self.database.is_sqlite:
+                if self.is_recursive:
                     self.connection.exec_driver_sql("PRAGMA recursive_triggers=0")
                 if self._busy_timeout is not None:
                     timeout, self._busy_timeout = self._busy_timeout, None
@@ -368,6 +368,7 @@ def _before(connection: Connection, cursor: Any, statement: str, *_: Any) -> Non
     view.check_open("a statement")
     with work.lock:
         view._enter()
+        work.expect(statement)
     work.busy = threading.get_ident()
 
 

@@ -138,6 +138,7 @@ class SqliteDatabase(Database):
         """Run one statement in the call's transaction and return its rows."""
         here = self._here()
         with here._using() as work, work.speaking():
+            work.expect(statement)
             cursor = sqlite3.Connection.cursor(work.connection)
             return Rows.of(cursor.execute(statement, parameters))
 
@@ -145,6 +146,7 @@ class SqliteDatabase(Database):
         """Run a statement once for each of the parameters."""
         here = self._here()
         with here._using() as work, work.speaking():
+            work.expect(statement)
             cursor = sqlite3.Connection.cursor(work.connection)
             return Rows.of(cursor.executemany(statement, parameters))
 
@@ -369,7 +371,7 @@ class _SqliteWork(Work):
                 if self._refuses_writes:
                     self._pragma("query_only", 0)
                     self._refuses_writes = False
-                if self.is_recorded:
+                if self.is_recursive:
                     self._pragma("recursive_triggers", 0)
             except sqlite3.Error:
                 reuse = False
@@ -448,20 +450,22 @@ class _Cursor(sqlite3.Cursor):
     """A cursor of the call's connection, for a library that was given it."""
 
     @contextmanager
-    def _fenced(self) -> Generator[None]:
+    def _fenced(self, statement: str = "") -> Generator[None]:
         connection: Any = self.connection
         work: _SqliteWork | None = connection.work
         if work is None:
             raise WinkError("the transaction of this connection has ended")
         with work.view()._using(), work.speaking():
+            if statement:
+                work.expect(statement)
             yield
 
     def execute(self, *args: Any) -> Any:
-        with self._fenced():
+        with self._fenced(args[0]):
             return super().execute(*args)
 
     def executemany(self, *args: Any) -> Any:
-        with self._fenced():
+        with self._fenced(args[0]):
             return super().executemany(*args)
 
     def executescript(self, script: str) -> Any:

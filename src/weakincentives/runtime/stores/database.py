@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from weakincentives.core.clock import SYSTEM_CLOCK
+from weakincentives.core.programs import loading
 from weakincentives.errors import DatabaseUnavailable, MissingExtra, StoreRefused
 
 T = TypeVar("T")
@@ -163,7 +164,8 @@ class Database:
 
     def _new_postgres(self) -> Any:
         try:
-            import psycopg
+            with loading():
+                import psycopg
         except ImportError as error:
             raise MissingExtra("durable", "psycopg") from error
         try:
