@@ -60,6 +60,11 @@ if TYPE_CHECKING:
     from weakincentives.runtime.saved import AttachedLines as AttachedLines
     from weakincentives.runtime.saved import SavedSession as SavedSession
     from weakincentives.runtime.saved import UserMessage as UserMessage
+    from weakincentives.runtime.snapshots import CompositeSnapshot as CompositeSnapshot
+    from weakincentives.runtime.snapshots import PendingToolTracker as PendingToolTracker
+    from weakincentives.runtime.snapshots import create_snapshot as create_snapshot
+    from weakincentives.runtime.snapshots import restore_snapshot as restore_snapshot
+    from weakincentives.runtime.snapshots import tool_transaction as tool_transaction
     from weakincentives.runtime.stores.database import Database as Database
     from weakincentives.runtime.stores.files import FileStore as FileStore
     from weakincentives.runtime.stores.logs import LeasedLog as LeasedLog
@@ -76,11 +81,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.tool_call import apply_effects as apply_effects
     from weakincentives.runtime.tool_call import execute_tool as execute_tool
     from weakincentives.runtime.tool_call import execute_tools as execute_tools
-    from weakincentives.runtime.transactions import CompositeSnapshot as CompositeSnapshot
-    from weakincentives.runtime.transactions import PendingToolTracker as PendingToolTracker
-    from weakincentives.runtime.transactions import create_snapshot as create_snapshot
-    from weakincentives.runtime.transactions import restore_snapshot as restore_snapshot
-    from weakincentives.runtime.transactions import tool_transaction as tool_transaction
     from weakincentives.runtime.window import ContextPolicy as ContextPolicy
     from weakincentives.runtime.window import DropOldest as DropOldest
     from weakincentives.runtime.window import Room as Room

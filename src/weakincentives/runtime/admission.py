@@ -29,7 +29,7 @@ async def check_policies(
     People take their time: what was allowed before they were asked is checked again afterwards,
     by all policies that ask nobody.
     """
-    tool, params, transaction.policies = offer.tool, transaction.params, offer.names
+    tool, params, transaction.asked.policies = offer.tool, transaction.asked.params, offer.names
     policies, context, left = offer.policies, transaction.bound, False
     if again:
         policies = [policy for policy in policies if not policy.asks_a_person]
@@ -46,7 +46,7 @@ async def check_policies(
                 verdict = await verdict
             reason = policy.denial(verdict)
         except Exception as error:
-            transaction.policies = offer.names if again else offer.asked_until(policy)
+            transaction.asked.policies = offer.names if again else offer.asked_until(policy)
             if isinstance(error, Suspended):
                 raise
             # Fail closed: a policy that cannot decide does not allow.
@@ -56,14 +56,14 @@ async def check_policies(
         decision = verdict if isinstance(verdict, PolicyDecision) else ALLOWED
         if decision.note is not None:
             note = f"{policy.name}: {decision.note}"
-            transaction.notes = tuple(dict.fromkeys((*transaction.notes, note)))
+            transaction.asked.notes = tuple(dict.fromkeys((*transaction.asked.notes, note)))
         if reason is not None:
-            transaction.policies = offer.names if again else offer.asked_until(policy)
+            transaction.asked.policies = offer.names if again else offer.asked_until(policy)
             raise PolicyDenied(reason, policy=policy.name)
         if decision.arguments is not None and not again:
-            transaction.params = tool.parse(decision.arguments)
-            transaction.edited = (answers.edited(tool, decision.arguments),)
-            transaction.notes = (*transaction.notes, events.EDITED)
+            transaction.asked.params = tool.parse(decision.arguments)
+            transaction.asked.edited = (answers.edited(tool, decision.arguments),)
+            transaction.asked.notes = (*transaction.asked.notes, events.EDITED)
             if left:
                 await transaction.enter_gates()
             await check_policies(transaction, offer, policy)
@@ -82,7 +82,7 @@ async def check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) ->
     """Refuse a call whose critical preconditions do not hold; note the others."""
     from weakincentives.prompt.contracts import validate_preconditions
 
-    found = await validate_preconditions(tool, transaction.bound, transaction.params)
+    found = await validate_preconditions(tool, transaction.bound, transaction.asked.params)
     failed = tuple(map(str, found.failed))
     if not found.can_proceed:
         problem, code = "Tool preconditions not met", "PRECONDITION_FAILED"
@@ -90,4 +90,4 @@ async def check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) ->
         said = f"{problem}: {'; '.join(failed)}"
         raise Refusal(said, code=code, suggestions=suggestions, problem=problem)
     if failed:
-        transaction.degraded = transaction.bound.__dict__["degraded"] = failed
+        transaction.note_degraded(failed)

@@ -95,7 +95,7 @@ async def run_handler(tool: Tool[Any, Any], transaction: Transaction) -> Any:
     from weakincentives.core.loops import ends_within, in_thread
 
     handler: Any = tool.handler
-    params, context = transaction.params, transaction.bound
+    params, context = transaction.asked.params, transaction.bound
     loop = transaction.around.loop = asyncio.get_running_loop()
     has_ended: list[bool] = []
 
@@ -231,12 +231,12 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         return _well_formed(transaction, error.result)
     if isinstance(error, Suspended):
         transaction.answered = True  # a suspended call has not taken effect
-        undone = " and rolled back" if transaction.ran else ""
+        undone = " and rolled back" if transaction.asked.ran else ""
         said = f"'{name}' was suspended{undone}: {type(error).__name__}"
         return ToolResult.error(said, code=SUSPENDED)
     if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
-            transaction.denied_by = error.policy
+            transaction.asked.denied_by = error.policy
         failure = ToolError(error.code, error.problem, error.recoverable, error.suggestions)
         return ToolResult(text, success=False, failure=failure)
     if isinstance(error, ProtocolError):
@@ -256,7 +256,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         if code is not None:
             said = f"{type(error).__name__}: {text}"
         else:
-            ended = "ended, and was rolled back" if transaction.ran else "ran"
+            ended = "ended, and was rolled back" if transaction.asked.ran else "ran"
             said = f"'{name}' was interrupted before it {ended}"
         return ToolResult.error(said, code=code or INTERRUPTED, recoverable=False)
     if isinstance(error, ContractError):
@@ -307,7 +307,7 @@ def log(transaction: Transaction, result: ToolResult[Any], error: BaseException)
 def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResult[Any]:
     """Return a handler's own failure with a message and a ToolError."""
     message, failure = result.message, result.failure
-    retry = None if transaction.tool is None else transaction.tool.retry
+    retry = None if transaction.asked.tool is None else transaction.asked.tool.retry
     if failure is None and retry is not None and 0 < retry.max_retries < transaction.attempts:
         exceeded = f"Exceeded maximum retries ({retry.max_retries})"
         message = message or exceeded
@@ -390,18 +390,18 @@ def complete(
     transaction: Transaction, result: ToolResult[Any], undone: tuple[str, ...] = ()
 ) -> ToolInvoked:
     """Return the record of a call, with its completed result."""
-    call, place = transaction.call, transaction.place
-    duration = transaction.clock.monotonic() - transaction.started
+    call, asked, place = transaction.call, transaction.asked, transaction.place
+    duration = transaction.clock.monotonic() - asked.started
     message = result.message
-    if transaction.degraded and transaction.ran:
-        message = f"{message}\nRan without: {'; '.join(transaction.degraded)}".lstrip("\n")
-    if transaction.edited or transaction.nested_edits:
-        edits = transaction.edited + transaction.nested_edits
+    if asked.degraded and asked.ran:
+        message = f"{message}\nRan without: {'; '.join(asked.degraded)}".lstrip("\n")
+    if asked.edited or transaction.nested_edits:
+        edits = asked.edited + transaction.nested_edits
         message = "\n".join((message, *edits)).lstrip("\n")
         parent = transaction.parent
         if parent is not None:  # once each: a call that conflicts at its commit comes here twice
             parent.nested_edits = tuple(dict.fromkeys((*parent.nested_edits, *edits)))
-    notes, not_undone = transaction.notes, transaction.not_undone
+    notes, not_undone = asked.notes, transaction.not_undone
     if transaction.abandoned and result.success:  # an earlier attempt, or a nested call
         notes += transaction.still_changing()[1]
     if transaction.bypassed is not None and (named := transaction.bypassed.named()):
@@ -419,30 +419,30 @@ def complete(
         result.failure,
         ToolMetadata(
             call.name,
-            transaction.timestamp,
+            asked.timestamp,
             duration,
             transaction.attempts,
             undone,
             not_undone,
-            transaction.degraded,
+            asked.degraded,
         ),
         call.id,
     )
     event = ToolInvoked(
         tool_name=call.name,
-        params=transaction.params,
+        params=asked.params,
         result=completed,
         success=result.success,
-        timestamp=transaction.timestamp,
+        timestamp=asked.timestamp,
         duration=duration,
         call_id=call.id,
-        ran=transaction.ran,
-        policies=transaction.policies,
+        ran=asked.ran,
+        policies=asked.policies,
     )
     if notes:
         event.notes = notes
-    if transaction.denied_by:
-        event.denied_by = transaction.denied_by
+    if asked.denied_by:
+        event.denied_by = asked.denied_by
     if transaction.parent is not None:
         event.nested_in = transaction.parent.call.id
     if place is not None:

@@ -35,13 +35,13 @@ _logger = get_logger(__name__)
 
 async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Apply the effects inside the transaction, and note those that follow its commit."""
-    assert transaction.tool is not None
+    assert transaction.asked.tool is not None
     transaction.session.read_only = None  # that was for the handler
-    for effect in transaction.tool.effects:
+    for effect in transaction.asked.tool.effects:
         if effect.after_commit:
-            transaction.after_commit += ((effect, result, transaction.params),)
+            transaction.after_commit += ((effect, result, transaction.asked.params),)
         else:
-            applied = effect.run(transaction.bound, result, transaction.params)
+            applied = effect.run(transaction.bound, result, transaction.asked.params)
             await finish(applied, transaction.around.on_loop)
             transaction.applied += (effect,)
 
@@ -82,8 +82,9 @@ async def roll_back_effects(transaction: Transaction) -> None:
     Nested calls that were committed come first, the last of them before the others. A compensable
     tool's are called however far it came: they undo what its handler did.
     """
-    tool, on_loop = transaction.tool, transaction.around.on_loop
-    if transaction.settled or tool is None or not transaction.ran or transaction.stays_unknown:
+    asked, on_loop = transaction.asked, transaction.around.on_loop
+    tool = asked.tool
+    if transaction.settled or tool is None or not asked.ran or transaction.stays_unknown:
         return
     failures: list[str] = []
     outside: list[bool] = []  # for each call that reached outside, whether that was undone
@@ -94,7 +95,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
         if member.ledger is not None:
             compensated = not left and any(effect.can_roll_back for effect in member.effects)
             outside.append(compensated)
-            if not compensated and transaction.ledger is None:
+            if not compensated and asked.ledger is None:
                 failures.append(
                     f"what '{member.call.name}' did outside the session, files and resources"
                 )
@@ -106,9 +107,9 @@ async def roll_back_effects(transaction: Transaction) -> None:
     is_compensable = tool.reach == "compensable"
     effects = tool.effects if is_compensable else transaction.applied
     result: ToolResult[Any] = ToolResult.error("the call is rolled back")
-    left = await undo_effects(effects, result, transaction.bound, transaction.params, on_loop)
+    left = await undo_effects(effects, result, transaction.bound, asked.params, on_loop)
     failures += left
-    if tool.effects and transaction.ledger is not None:
+    if tool.effects and asked.ledger is not None:
         compensates = is_compensable and any(effect.can_roll_back for effect in effects)
         outside.append(compensates and not left)
     transaction.not_undone = tuple(failures)
@@ -118,16 +119,16 @@ async def roll_back_effects(transaction: Transaction) -> None:
 
 def hand_over(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Pass the steps after the commit, and what undoes this call, to the call it is nested in."""
-    parent = transaction.parent
-    assert transaction.tool is not None
+    parent, asked = transaction.parent, transaction.asked
+    assert asked.tool is not None
     assert parent is not None
     parent.after_commit += transaction.after_commit
-    effects = tuple(transaction.tool.effects)
+    effects = tuple(asked.tool.effects)
     own: tuple[Member, ...] = ()
-    reaches_on = transaction.ledger is not None or any(effect.can_roll_back for effect in effects)
+    reaches_on = asked.ledger is not None or any(effect.can_roll_back for effect in effects)
     # A composed tool has members instead of effects: those undo what they did.
     if reaches_on and (effects or not transaction.members):
-        own = (Member(transaction.call, effects, result, transaction.params, transaction.ledger),)
+        own = (Member(transaction.call, effects, result, asked.params, asked.ledger),)
     parent.members += (*transaction.members, *own)
 
 
@@ -210,12 +211,12 @@ def put_on_record(transaction: Transaction, offer: OfferedTool) -> OfferedTool:
         if earlier is not None:
             ledger.end(earlier)
     may_repeat = tool.idempotent or tool.recover is not None
-    unknown = ledger.begin(call.id, tool.name, transaction.timestamp, may_repeat=may_repeat)
-    transaction.ledger = ledger
+    unknown = ledger.begin(call.id, tool.name, transaction.asked.timestamp, may_repeat=may_repeat)
+    transaction.asked.ledger = ledger
     if unknown is None or tool.recover is None:
         return offer
-    transaction.tool = tool.replace(handler=_asking_first(tool, unknown))
-    return replace(offer, tool=transaction.tool)
+    transaction.asked.tool = tool.replace(handler=_asking_first(tool, unknown))
+    return replace(offer, tool=transaction.asked.tool)
 
 
 def _asking_first(tool: Tool[Any, Any], unknown: CallOutcome) -> Any:
@@ -273,9 +274,10 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
     transaction.open().session.read_only = None
     with suppress(ViewClosed):  # interrupted while ending: it is noted already
         transaction.session.dispatch(noted)
-    if result.success and transaction.ledger is not None and transaction.saver is None:
+    ledger = transaction.asked.ledger
+    if result.success and ledger is not None and transaction.saver is None:
         views = (view for _, _, view in transaction.forks if hasattr(view, "store"))
-        transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
+        ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 
 
 def end_on_record(transaction: Transaction, ledger: OutcomeLedger) -> None:
@@ -295,11 +297,11 @@ def _outcome(
 ) -> CallOutcome:
     from weakincentives.runtime.ledger import CallOutcome
 
-    return CallOutcome(call.id, call.name, outcome, transaction.timestamp, message)
+    return CallOutcome(call.id, call.name, outcome, transaction.asked.timestamp, message)
 
 
 def _outcome_of_failure(transaction: Transaction) -> Outcome:
     if transaction.compensated is not None:
         return "compensated" if transaction.compensated else "unknown"
     # A handler that returns a failure did nothing; one that raised may have taken effect.
-    return "rolled_back" if transaction.answered or not transaction.ran else "unknown"
+    return "rolled_back" if transaction.answered or not transaction.asked.ran else "unknown"

@@ -118,9 +118,9 @@ class _Denying(Submission[AnyResult]):
         async def deny(transaction: Transaction) -> None:
             offer = self.offers.get(call.name)
             if offer is not None:
-                transaction.tool = offer.tool
+                transaction.asked.tool = offer.tool
                 with suppress(Refusal):  # then the record has what the model sent
-                    transaction.params = offer.tool.parse(call.params)
+                    transaction.asked.params = offer.tool.parse(call.params)
             raise PolicyDenied(by_person(call.name, by, self._reason), policy=by or "approval")
 
         result = await _checked(self, call, deny)
@@ -141,7 +141,7 @@ async def _checked(
         if transaction.is_open and work.approval is None:
             transaction.forget()  # a policy opened it, and will be asked again
         elif transaction.is_open:
-            transaction.restore()
+            transaction.undo()
             transaction.roll_back(None)  # the answer is logged: it counts for the call
         transaction.settled = True
     except BaseException as error:

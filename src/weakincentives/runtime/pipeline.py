@@ -47,14 +47,15 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
     waits = False
     while True:
         following: Transaction | None = None
+        asked = transaction.asked
         transaction_under_way.set(transaction)
         try:
             if waits:
                 await transaction.enter_gates()
-            offer = transaction.offer or await admit(transaction)
+            offer = asked.offer or await admit(transaction)
             tool = offer.tool
             transaction.open()
-            if transaction.ran:
+            if asked.ran:
                 await turn.pause(transaction)
             else:
                 tool = _start(transaction, offer)
@@ -70,7 +71,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
                 answer = await answers.run_handler(tool, transaction)
             else:
                 try:
-                    answer = tool.handler(transaction.params, context=transaction.bound)  # type: ignore[misc]
+                    answer = tool.handler(asked.params, context=transaction.bound)  # type: ignore[misc]
                 except StopIteration as error:  # which a coroutine cannot let through
                     raise RuntimeError(str(error) or "StopIteration") from error
             result = answers.checked(tool, answer)
@@ -81,7 +82,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             if transaction.in_order:
                 await turn.reach(transaction)
                 transaction.check_place()
-            if transaction.ledger is not None:
+            if asked.ledger is not None:
                 effects.note_outcome(transaction, result)
             transaction.commit(answers.complete(transaction, result))
         except BaseException as error:  # the one place that undoes
@@ -116,10 +117,10 @@ async def admit(transaction: Transaction) -> OfferedTool:
         raise answers.refusal_of(transaction.around.gate_error)
     if transaction.in_order:
         transaction.open()  # the read set starts here
-    context, name = transaction.context, transaction.call.name
+    context, asked, name = transaction.context, transaction.asked, transaction.call.name
     offer = transaction.around.offers.get(name) or answers.refuse_unknown(transaction)
-    tool = transaction.tool = offer.tool
-    transaction.params = tool.parse(transaction.params)
+    tool = asked.tool = offer.tool
+    asked.params = tool.parse(asked.params)
     if transaction.resource_context.in_place and (offer.policies or tool.preconditions):
         await transaction.enter_gates()  # nothing changes between the checks and the handler
     if offer.policies:
@@ -155,11 +156,11 @@ def _start(transaction: Transaction, offer: OfferedTool) -> Tool[Any, Any]:
         offer = effects.put_on_record(transaction, offer)
     for policy in offer.counters:
         try:
-            policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
+            policy.on_start(offer.tool, transaction.asked.params, context=transaction.bound)  # type: ignore[misc]
         except PolicyDenied as error:
             error.policy = error.policy or policy.name
             raise
-    transaction.ran, transaction.offer = True, offer
+    transaction.asked.ran, transaction.asked.offer = True, offer
     if transaction.context.heartbeat is not None:
         transaction.context.heartbeat.beat()
     return offer.tool
@@ -169,7 +170,7 @@ def _accept(
     transaction: Transaction, offer: OfferedTool, result: ToolResult[Any]
 ) -> ToolResult[Any]:
     """Hand a success to the session and the policies, still inside the transaction."""
-    tool, session = offer.tool, transaction.session
+    tool, session, params = offer.tool, transaction.session, transaction.asked.params
     session.read_only = None  # that was for the handler; the runtime may write
     value: object = result.value
     if value is not None and session.handles(type(value)):
@@ -177,7 +178,7 @@ def _accept(
     note_success(tool.name, session)
     for policy in offer.listeners:
         try:
-            said = policy.on_result(tool, transaction.params, result, context=transaction.bound)  # type: ignore[misc]
+            said = policy.on_result(tool, params, result, context=transaction.bound)  # type: ignore[misc]
         except Exception as error:
             if isinstance(error, (PolicyDenied, Suspended)):
                 raise  # the policy denies what the call did: it is undone
@@ -193,7 +194,7 @@ def _accept(
 
 async def undo(transaction: Transaction, error: BaseException) -> Transaction | None:
     """Undo an attempt. Return the next one, if any; otherwise record the call."""
-    tool = transaction.tool
+    tool = transaction.asked.tool
     if transaction.is_open and (transaction.members or (tool is not None and tool.effects)):
         await effects.roll_back_effects(transaction)
     if await turn.is_to_be_re_run(transaction, error):
@@ -203,7 +204,7 @@ async def undo(transaction: Transaction, error: BaseException) -> Transaction | 
     wait = turn.wait_before_retry(transaction, result, error)
     if wait is not None:
         transaction.event = None
-        transaction.restore()
+        transaction.undo()
         transaction.roll_back(None)
         transaction.signal.cancel(result.message)
         return transaction.next_attempt(wait)
@@ -216,14 +217,16 @@ def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Roll back and record; after the commit point there is nothing to undo."""
     if transaction.settled and transaction.event is not None:
         return
-    if transaction.ledger is not None:
+    asked = transaction.asked
+    if asked.ledger is not None:
         effects.note_outcome(transaction, result)
-    undone: tuple[str, ...] = ()
-    if transaction.ran:
-        undone, not_restored = transaction.restore()
-        transaction.not_undone += not_restored
-        if transaction.ledger is not None and not transaction.compensated:
+    undone, left = transaction.undo()
+    if asked.ran:
+        transaction.not_undone += left
+        if asked.ledger is not None and not transaction.compensated:
             transaction.not_undone += ("what it did outside the session, files and resources",)
+    else:
+        undone = ()  # only a policy can have changed something
     event = answers.complete(transaction, result, undone)
     transaction.roll_back(event)
     transaction.signal.cancel(event.result.message)
@@ -249,8 +252,8 @@ def end(transaction: Transaction) -> None:
         if event is not None:
             recorded += transaction.nested
             recorded.append(event)
-            if transaction.ledger is not None:
-                effects.end_on_record(transaction, transaction.ledger)
+            if transaction.asked.ledger is not None:
+                effects.end_on_record(transaction, transaction.asked.ledger)
             if transaction.parent is None and event.success:
                 for _, base, _ in transaction.forks:
                     if base.announces:

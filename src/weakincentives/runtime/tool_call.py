@@ -21,13 +21,13 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
+from weakincentives.runtime.snapshots import tool_transaction
 from weakincentives.runtime.transactions import (
     CallResources,
     CallSetting,
     Recorded,
     Transaction,
     TurnSlot,
-    tool_transaction,
 )
 from weakincentives.runtime.turn import (
     DEFAULT_CONCURRENCY,

@@ -1,15 +1,14 @@
-"""Transactions: one attempt of a call on its way through the pipeline, and blocks by hand.
+"""Transactions: one attempt of a call on its way through the pipeline.
 
 A call works on views of everything that takes part (see ``participant``), and commits or undoes
-all of them. A block by hand restores snapshots.
+all of them. Blocks by hand, which restore snapshots instead, are in ``snapshots``.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,8 +20,6 @@ from weakincentives.core.locks import defer_interrupts
 from weakincentives.core.logs import get_logger
 from weakincentives.errors import (
     DeadlineExceededError,
-    ResourceError,
-    SnapshotExpired,
     ViewClosed,
     WinkError,
 )
@@ -34,16 +31,22 @@ from weakincentives.resources import (
     ResourceRegistry,
     Snapshotable,
     ToolScope,
-    as_resolver,
     in_gate_order,
 )
 from weakincentives.session.events import ToolInvoked
-from weakincentives.session.participant import Participant, can_fork, participant_for
+from weakincentives.session.participant import (
+    Participant,
+    can_fork,
+    not_restored,
+    participant_for,
+    restore_all,
+)
 from weakincentives.session.session import Session, Snapshot
 
 if TYPE_CHECKING:
     from asyncio import Event
 
+    from weakincentives.core.clock import Clock
     from weakincentives.core.deadlines import Deadline
     from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
@@ -57,13 +60,9 @@ _logger = get_logger(__name__)
 Recorded = ToolInvoked | Callable[[], object]
 """A record for subscribers, or a notification that goes out with it."""
 
-_KNOWN_TO_RETRY = (
-    "offer", "tool", "params", "ran", "notes", "edited", "degraded", "ledger", "started",
-    "timestamp", "policies",
-)  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
-_block_under_way: ContextVar[Holder | None] = ContextVar("wink_block_under_way", default=None)
+block_under_way: ContextVar[Holder | None] = ContextVar("winkblock_under_way", default=None)
 """What holds the gates of the innermost ``tool_transaction`` block."""
 NO_RESOURCES = ResourceRegistry.of().open()
 """For a context whose resources are of a class that is not ours."""
@@ -170,7 +169,7 @@ class CallSetting:
             return self.parent.around.holder
         if self.entered is None:
             inside = None if self.made_in is None else self.made_in.lineage[0].around.entered
-            outer = _block_under_way.get() or self.session.holder
+            outer = block_under_way.get() or self.session.holder
             with _opening:
                 self.entered = self.entered or Holder(outer, inside)
             self.entered.passed = self.session.gate
@@ -182,7 +181,7 @@ class CallSetting:
         """What holds gates meanwhile: the call whose handler makes this one, or a block by hand."""
         if self.made_in is not None:
             return self.made_in.around.holder
-        block = _block_under_way.get()
+        block = block_under_way.get()
         return None if block is None else block.root
 
     def leave(self) -> None:
@@ -192,8 +191,37 @@ class CallSetting:
             self.entered = None
 
 
+class Asked:
+    """What was asked, and what admission found: all attempts of a call share it.
+
+    Only the pipeline changes it, from the call's admission until its handler starts.
+    """
+
+    # Defaults on the class: every call makes one, and most calls need few of these.
+    offer: OfferedTool | None = None
+    """Set when the handler starts: a retry is not admitted again."""
+    tool: Tool[Any, Any] | None = None
+    ran = False
+    """Whether the handler was started."""
+    notes: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    """The names of the policies that were asked."""
+    denied_by = ""
+    edited: tuple[str, ...] = ()
+    """What the model is told of arguments that a person has edited."""
+    degraded: tuple[str, ...] = ()
+    """Failed preconditions that are not critical."""
+    ledger: OutcomeLedger | None = None
+    """Where a call that reaches outside is on record."""
+
+    def __init__(self, params: object, clock: Clock) -> None:
+        self.params = params
+        self.started = clock.monotonic()
+        self.timestamp = clock.time()
+
+
 class Transaction:
-    """One attempt of a call: what is known of it, and what it changes.
+    """One attempt of a call: what was asked, what the attempt changes, and how it ended.
 
     While a call is being admitted it has no views: policies read the session as it is. The first
     of them that writes, asks for a resource or calls a tool opens the transaction, so that a
@@ -210,25 +238,14 @@ class Transaction:
     """Whether it has a read set of the session: calls of its turn commit before it."""
     depth = 0
     """How many cascades led here."""
-    offer: OfferedTool | None = None
-    """Set when the call is admitted: a retry is not admitted again."""
-    tool: Tool[Any, Any] | None = None
-    ran = False
     succeeded = False
     """Whether the handler succeeded: a failure after that is not retried."""
     attempts = 1
     wait = 0.0
     """Seconds before this attempt."""
     applied: tuple[Effect, ...] = ()
-    notes: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    """The names of the policies that were asked."""
-    denied_by = ""
-    edited: tuple[str, ...] = ()
-    """What the model is told of arguments that a person has edited."""
     nested_edits: tuple[str, ...] = ()
-    """The same, of the calls nested in it."""
-    degraded: tuple[str, ...] = ()
+    """What the model is told of edited arguments of the calls nested in it."""
     not_undone: tuple[str, ...] = ()
     abandoned: tuple[tuple[str, Callable[[], bool]], ...] = ()
     """The tools whose handlers did not end in time, nested ones too, and whether each has since."""
@@ -238,8 +255,6 @@ class Transaction:
     """Whether all that it did outside was undone; None when that was not tried."""
     answered = False
     """Whether the handler itself said that it failed."""
-    ledger: OutcomeLedger | None = None
-    """Where a call that reaches outside is on record."""
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
     stays_unknown = False
@@ -302,6 +317,7 @@ class Transaction:
         recorded: list[Recorded],
         place: TurnSlot | None = None,
         depth: int = 0,
+        asked: Asked | None = None,
     ) -> None:
         self.around = around
         self.call = call
@@ -326,10 +342,8 @@ class Transaction:
                 self.concurrent, self.at_place = True, self.at_place and parent.at_place
         self.found: dict[type[Any], Any] = {}
         """The views of singletons that were requested by type."""
-        self.params = call.params
         clock = self.clock = session.clock
-        self.started = clock.monotonic()
-        self.timestamp = clock.time()
+        self.asked = asked = asked or Asked(call.params, clock)
         self.signal = CancellationToken()
         self.bound = context.having(
             session=session,
@@ -337,8 +351,25 @@ class Transaction:
             call_id=call.id,
             signal=self.signal,
             config={**context.config, "tool_name": call.name},
+            degraded=asked.degraded,
             approval=around.approval,  # not that of the call it is nested in
         )
+
+    @property
+    def tool(self) -> Tool[Any, Any] | None:
+        return self.asked.tool
+
+    @property
+    def ledger(self) -> OutcomeLedger | None:
+        return self.asked.ledger
+
+    @property
+    def started(self) -> float:
+        return self.asked.started
+
+    def note_degraded(self, failed: tuple[str, ...]) -> None:
+        """Note preconditions that do not hold, for the handler and the record."""
+        self.asked.degraded = self.bound.__dict__["degraded"] = failed
 
     @property
     def gate(self) -> Gate:
@@ -353,11 +384,8 @@ class Transaction:
 
         An abandoned handler keeps the context it was given.
         """
-        retry = self._again()
+        retry = self._again(self.asked)
         retry.attempts, retry.wait = self.attempts + 1, wait
-        for name in _KNOWN_TO_RETRY:
-            setattr(retry, name, getattr(self, name))
-        retry.bound.__dict__["degraded"] = self.degraded
         return retry
 
     def re_run(self) -> Transaction:
@@ -366,10 +394,10 @@ class Transaction:
             self.place.attempts += 1
         return self._again()
 
-    def _again(self) -> Transaction:
-        again = Transaction(self.around, self.call, self.recorded, self.place, self.depth)
+    def _again(self, asked: Asked | None = None) -> Transaction:
+        again = Transaction(self.around, self.call, self.recorded, self.place, self.depth, asked)
         if self.races:
-            again.races, again.started = self.races, self.started
+            again.races, again.asked.started = self.races, self.asked.started
         if self.bypassed is not None:
             again.bypassed = self.bypassed
         if self.abandoned:
@@ -554,7 +582,8 @@ class Transaction:
         """
         around, context = self.around, self.resource_context
         in_place, gates, self.gated = context.in_place, context.object_gates, True
-        only_reads = self.reads_only or (self.tool is not None and self.tool.reach == "read")
+        tool = self.asked.tool
+        only_reads = self.reads_only or (tool is not None and tool.reach == "read")
         if only_reads or not self.at_place:
             in_place, gates = (), ()
         if around.enters_first:
@@ -602,7 +631,7 @@ class Transaction:
         if participant is not None and participant.in_place:
             if not self.at_place:
                 self.needs_place = True
-            elif self.gated and not self._live_holder().try_enter(_gate_of((name, participant))):
+            elif self.gated and not self._live_holder().try_enter(gate_of_one((name, participant))):
                 self._late = (*self._late, (name, participant))
             else:
                 self._take_part(name, participant)
@@ -615,7 +644,7 @@ class Transaction:
         holder = self._live_holder()
         for each in late:
             try:
-                self._enter_late(holder, _gate_of(each))
+                self._enter_late(holder, gate_of_one(each))
             except InUse as error:
                 self._note_in_use(error)
                 raise
@@ -753,45 +782,46 @@ class Transaction:
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
         self.event = None
-        if self.is_open:
-            self.restore()
-            self._undo_merge()
+        self.undo()
         self.settled = True
         self.signal.cancel("the call is re-run")
 
-    def roll_back(self, record: object) -> None:
-        """Undo everything but what was logged, and add the record. May be called again."""
-        if self.is_open:
-            self._seal()
-            self._undo_merge()
-            for _, base, view in self.forks:
-                if isinstance(base, Session) and isinstance(view, Session):
-                    base.settle(view, keep=False)  # a relative of the call's session: it logs, too
-        view = self.session if self.is_open else None
-        try:
-            self.base.settle(view, keep=False, record=record, transaction=self)
-        except ViewClosed:
-            self.settled = True
-            _logger.error("the record of this call is lost: the call that made it has ended")
+    def undo(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Fence off the views and undo what they changed; may be called again.
 
-    def restore(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Restore what was changed in place; returns what is undone and what could not be."""
+        Returns the names of what is undone, and a sentence for each thing that could not be.
+        """
+        if not self.is_open:
+            return (), ()
         self._seal()
+        if self.forks:
+            with defer_interrupts(self._journalled):
+                self._discard(self.forks)
+                self._failures = {**self._failures, **restore_all(self._merged)}
+                self._merged = ()
         if self.reads_only:
             return (), ()
-        with defer_interrupts(self._journalled):
-            self._discard(self.forks)
         failures, (changing, said) = self._failures, self.still_changing()
         names = dict.fromkeys(name for name, _, _ in self.forks)
         undone = (name for name in names if name not in failures and name not in changing)
         return ("session", *undone), (*failures.values(), *said)
 
-    def _undo_merge(self) -> None:
-        if self.forks:
-            with defer_interrupts(self._journalled):
-                restore_all(self._merged)
-                self._merged = ()
-                self._discard(self.forks)
+    def roll_back(self, record: object) -> None:
+        """End the session's view, after ``undo``: what was logged stays, and the record is added.
+
+        May be called again.
+        """
+        view = None
+        if self.is_open:
+            view = self.session
+            for _, base, other in self.forks:
+                if isinstance(base, Session) and isinstance(other, Session):
+                    base.settle(other, keep=False)  # a relative of the session: it logs, too
+        try:
+            self.base.settle(view, keep=False, record=record, transaction=self)
+        except ViewClosed:
+            self.settled = True
+            _logger.error("the record of this call is lost: the call that made it has ended")
 
     def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> None:
         """Undo what views have changed, each once."""
@@ -801,7 +831,7 @@ class Transaction:
             try:
                 left = base.discard(view)
             except Exception as error:
-                left = (_failure(name, error),)
+                left = (not_restored(name, error),)
             if left:
                 self._failures = {**self._failures, name: "; ".join(left)}
             self._ended += (view,)  # last: an interrupted discard is repeated
@@ -859,7 +889,7 @@ def _forkable(instance: object) -> Participant:
     return cast("Participant", participant_for(instance))
 
 
-def _gate_of(in_place: tuple[str, Participant]) -> ObjectGate:
+def gate_of_one(in_place: tuple[str, Participant]) -> ObjectGate:
     return cast("ObjectGate", in_place[1].object_gate)
 
 
@@ -869,22 +899,6 @@ def _too_late() -> DeadlineExceededError:
 
 def _reads_only(call: ToolCall) -> str:
     return f"tool '{call.name}' has the reach 'read': it must not change anything"
-
-
-def restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
-    """Restore newest first, whatever fails; returns by name what could not be restored."""
-    failures: dict[str, str] = {}
-    for name, participant, token in reversed(tokens):
-        try:
-            participant.restore_here(token)
-        except Exception as error:
-            failures[name] = _failure(name, error)
-    return failures
-
-
-def _failure(name: str, error: Exception) -> str:
-    _logger.error("restoring %s failed", name, exc_info=error)
-    return f"{name} could not be restored: {error}"
 
 
 class CallResources:
@@ -926,209 +940,3 @@ class CallResources:
     def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
         self.transaction.scope.watch(watcher)
         return self.snapshotables
-
-
-# Transactions by hand
-
-
-class CompositeSnapshot:
-    """A session's snapshot together with those of its resources."""
-
-    __slots__ = ("__weakref__", "_holder", "_tokens", "session", "tag")
-
-    def __init__(self, session: Snapshot, tag: str, holder: Holder | None = None) -> None:
-        self.session = session
-        self.tag = tag
-        self._holder = holder
-        """What holds the gates of the resources, while a block is under way."""
-        self._tokens: list[tuple[str, Participant, Any]] = []
-
-    def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Snapshot a resource, existing or just built."""
-        participant = participant_for(instance)
-        known = any(each.exposed is instance for _, each, _ in self._tokens)
-        if participant is None or known:
-            return
-        holder, gate = self._holder, participant.object_gate
-        if holder is None or holder.is_closed or gate is None:
-            pass
-        # Not by waiting: the lock of the resource context is held.
-        elif not holder.try_enter(gate):
-            raise ResourceError(
-                f"another call is using {name}: request it before the transaction begins"
-            )
-        self._tokens.append((name, participant, participant.snapshot_here()))
-
-    def restore_resources(self) -> None:
-        """Restore every resource; raise ResourceError at the end if any failed."""
-        in_place = [(name, participant) for name, participant, _ in self._tokens]
-        with _holding(in_gate_order(in_place), self._holder):
-            failures = restore_all(self._tokens)
-        if failures:
-            raise ResourceError("; ".join(failures.values()))
-
-
-def create_snapshot(
-    session: Session, resources: object = None, *, tag: str = ""
-) -> CompositeSnapshot:
-    """Return the state of the session and of every resource that can be snapshotted.
-
-    ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
-    """
-    resolver = _watchable(resources)
-    with _holding(_in_place(resolver)):
-        return _create_snapshot(session, resolver, tag)
-
-
-def _create_snapshot(
-    session: Session, resolver: Any, tag: str, holder: Holder | None = None
-) -> CompositeSnapshot:
-    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag, holder)
-    if resolver is not None:
-        for name, resource in resolver.watch(snapshot):
-            snapshot.built(name, resource)
-    return snapshot
-
-
-def _watchable(resources: object) -> Any:
-    resolver: Any = as_resolver(resources)
-    return (
-        resolver if hasattr(resolver, "watch") else getattr(resolver, "context", None)
-    )  # a prompt
-
-
-def _in_place(resolver: Any) -> tuple[tuple[str, Participant], ...]:
-    """Return what is changed in place, of what a resolver has built."""
-    if resolver is None:
-        return ()
-    found = ((name, participant_for(each)) for name, each in resolver.snapshotables)
-    return in_gate_order((name, each) for name, each in found if each is not None)
-
-
-def _new_holder(outer: Holder | None = None) -> Holder:
-    """Return a holder for a block by hand, which belongs to the block or call it is in."""
-    under_way: Transaction | None = transaction_under_way.get()
-    if outer is None or outer.is_closed:
-        outer = _block_under_way.get() if under_way is None else under_way.around.holder
-    holder = Holder(outer)
-    holder.loop = running_loop()
-    return holder
-
-
-@contextmanager
-def _holding(
-    in_place: Sequence[tuple[str, Participant]], outer: Holder | None = None
-) -> Generator[Holder]:
-    """Have objects to ourselves for the block; calls made in it may use them, too."""
-    holder = _new_holder(outer)
-    before = _block_under_way.set(holder)
-    try:
-        holder.enter([_gate_of(each) for each in in_place])
-        yield holder
-    finally:
-        holder.close()
-        _block_under_way.reset(before)
-
-
-def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
-    """Restore a snapshot: STATE slices and resources; LOG slices stay.
-
-    Resources that were first built since return to their initial state. Snapshots that were taken
-    after this one expire. What other sessions have changed since in a resource is undone, too: in
-    a ``tool_transaction`` block they wait.
-    """
-    session.restore(snapshot.session)
-    snapshot.restore_resources()
-
-
-@contextmanager
-def tool_transaction(
-    session: Session, resources: object = None, *, tag: str = ""
-) -> Generator[CompositeSnapshot]:
-    """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
-    resolver = _watchable(resources)
-    with _holding(_in_place(resolver)) as holder:
-        snapshot = _create_snapshot(session, resolver, tag, holder)
-        try:
-            yield snapshot
-        except BaseException:  # an interrupted block must not leave half its writes
-            try:
-                restore_snapshot(session, resources, snapshot)
-            except SnapshotExpired:
-                # The block restored an older snapshot itself: there is nothing left to undo.
-                _logger.info("transaction %r was rolled back past its start", tag)
-            raise
-
-
-class PendingToolTracker:
-    """Rolls back tools that another program runs, from hooks at their start and end."""
-
-    def __init__(self, *, session: Session, resources: object = None) -> None:
-        self._session = session
-        self._resources = resources
-        self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
-        self._holder: Holder | None = None
-        """What holds the gates of the resources while tool uses are under way."""
-
-    @property
-    def pending(self) -> tuple[str, ...]:
-        """The ids of tool uses under way."""
-        return tuple(self._pending)
-
-    def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
-        if tool_use_id in self._pending:
-            raise ValueError(f"tool use {tool_use_id!r} has begun already")
-        resolver, is_first = _watchable(self._resources), not self._pending
-        if is_first:
-            # For calls on the same session, too: they may be part of what the tool does.
-            self._holder = self._session.holder = _new_holder()
-        assert self._holder is not None
-        try:
-            self._holder.enter([_gate_of(each) for each in _in_place(resolver)])
-            snapshot = _create_snapshot(self._session, resolver, f"tool:{tool_name}", self._holder)
-        except BaseException:
-            if is_first:
-                self._leave()
-            raise
-        self._pending[tool_use_id] = (tool_name, snapshot)
-
-    def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
-        """Commit what the tool did, or roll it back; returns whether it was rolled back.
-
-        An unknown id is no error: hooks may come twice, or for tools that are not tracked.
-        """
-        pending = self._pending.pop(tool_use_id, None)
-        if pending is None:
-            return False
-        tool_name, snapshot = pending
-        try:
-            if success:
-                # The rollback of a tool that began earlier has undone this one, too.
-                return not self._session.can_restore(snapshot.session)
-            try:
-                restore_snapshot(self._session, self._resources, snapshot)
-            except SnapshotExpired:
-                # The rollback of a tool that began earlier has undone this one, too.
-                _logger.info("tool %s was rolled back with an earlier one", tool_name)
-            return True
-        finally:
-            if not self._pending:
-                self._leave()
-
-    def abort_all(self) -> tuple[str, ...]:
-        """Roll back every pending tool, the newest first; returns their ids."""
-        aborted = tuple(reversed(self._pending))
-        for tool_use_id in aborted:
-            self.end_tool_execution(tool_use_id=tool_use_id, success=False)
-        return aborted
-
-    def _leave(self) -> None:
-        holder = self._holder
-        if holder is not None:
-            holder.close()
-            if self._session.holder is holder:
-                self._session.holder = None
-
-    def __del__(self) -> None:
-        if "_holder" in self.__dict__:
-            self._leave()  # the end of a tool use may never be reported

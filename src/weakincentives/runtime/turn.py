@@ -274,13 +274,13 @@ async def _is_outdated(transaction: Transaction, error: BaseException) -> bool:
 
 async def _races_again(transaction: Transaction, error: BaseException) -> bool:
     """Whether a call is re-run because another transaction kept it from going on."""
-    view, tool = transaction.lost_race, transaction.tool
+    view, tool = transaction.lost_race, transaction.asked.tool
     if view is None or transaction.parent is not None or raises_through(error):
         return False
     if tool is None or tool.reach not in ("read", "reversible"):
         return False
     clock, deadline = transaction.clock, transaction.context.deadline
-    left = view.patience - (clock.monotonic() - transaction.started)
+    left = view.patience - (clock.monotonic() - transaction.asked.started)
     if deadline is not None:
         left = min(left, deadline.remaining())
     transaction.races += 1
@@ -288,7 +288,7 @@ async def _races_again(transaction: Transaction, error: BaseException) -> bool:
     wait = longest * (0.5 + 0.5 * random())  # so that those that met once do not meet again
     if left <= wait or transaction.context.signal.cancelled:
         return False
-    transaction.restore()  # first: its locks are released before it waits
+    transaction.undo()  # first: its locks are released before it waits
     if transaction.around.on_loop:
         await clock.sleep(wait)
     else:
@@ -301,12 +301,12 @@ def _waits_elsewhere(transaction: Transaction, error: BaseException) -> bool:
 
     It could not because the calls inside would have waited for it, or for its event loop.
     """
-    found, around, tool = transaction.in_use, transaction.around, transaction.tool
+    found, around, tool = transaction.in_use, transaction.around, transaction.asked.tool
     if found is None or not found.may_end or transaction.parent is not None:
         return False
     if raises_through(error) or found.gate in around.enters_first:
         return False  # once is enough: the gates are then entered in their order
-    if transaction.ran and (tool is None or tool.reach not in ("read", "reversible")):
+    if transaction.asked.ran and (tool is None or tool.reach not in ("read", "reversible")):
         return False
     around.enters_first += (found.gate,)
     return True
@@ -319,14 +319,14 @@ def wait_before_retry(
     transaction: Transaction, result: ToolResult[Any], error: BaseException
 ) -> float | None:
     """Return the seconds to wait before the tool's policy retries; None for no retry."""
-    tool, failure = transaction.tool, result.failure
-    if tool is None or tool.retry is None or failure is None or not transaction.ran:
+    tool, failure = transaction.asked.tool, result.failure
+    if tool is None or tool.retry is None or failure is None or not transaction.asked.ran:
         return None
     if raises_through(error) or transaction.settled or transaction.succeeded:
         return None
     if isinstance(error, Refusal):
         return None  # the retry would be refused, too
-    if transaction.ledger is not None and not transaction.compensated:
+    if transaction.asked.ledger is not None and not transaction.compensated:
         return None  # it may have taken effect
     if not tool.retry.retries(failure, transaction.attempts - 1):
         return None

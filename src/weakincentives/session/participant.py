@@ -16,7 +16,15 @@ from weakincentives.core.gate import Gate, Lease, ObjectGate, gate_of
 from weakincentives.core.logs import get_logger
 from weakincentives.errors import ReadOnlyView, ViewClosed
 
-__all__ = ["Adapted", "Participant", "can_fork", "misfit", "participant_for"]
+__all__ = [
+    "Adapted",
+    "Participant",
+    "can_fork",
+    "misfit",
+    "not_restored",
+    "participant_for",
+    "restore_all",
+]
 
 _logger = get_logger(__name__)
 
@@ -246,3 +254,20 @@ def can_fork(resource: object) -> bool:
     return isinstance(resource, Participant) or (
         hasattr(resource, "fork") and hasattr(resource, "merge")
     )
+
+
+def restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
+    """Restore newest first, whatever fails; returns by name what could not be restored."""
+    failures: dict[str, str] = {}
+    for name, participant, token in reversed(tokens):
+        try:
+            participant.restore_here(token)
+        except Exception as error:
+            failures[name] = not_restored(name, error)
+    return failures
+
+
+def not_restored(name: str, error: Exception) -> str:
+    """Log that something could not be restored, and return it as a sentence."""
+    _logger.error("restoring %s failed", name, exc_info=error)
+    return f"{name} could not be restored: {error}"

@@ -17,8 +17,8 @@ from weakincentives.core.call import ToolCall
 from weakincentives.prompt.tool import Tool, ToolContext, tool
 from weakincentives.resources import Binding
 from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.snapshots import tool_transaction
 from weakincentives.runtime.tool_call import aexecute_tool, execute_tool
-from weakincentives.runtime.transactions import tool_transaction
 from weakincentives.session.participant import misfit, participant_for
 from weakincentives.session.session import Session
 
