@@ -31,11 +31,18 @@ from weakincentives.errors import (
     UnboundResource,
     VisibilityExpansionRequired,
 )
-from weakincentives.session.participant import Participant, misfit, participant_for
+from weakincentives.session.participant import (
+    Forkable,
+    Participant,
+    Snapshotable,
+    misfit,
+    participant_for,
+)
 
 __all__ = [
     "Binding",
     "Closeable",
+    "Forkable",
     "PostConstruct",
     "Resolver",
     "ResourceContext",
@@ -65,18 +72,6 @@ class PostConstruct(Protocol):
     """A resource with a second construction step: called once, before anything uses it."""
 
     def post_construct(self) -> None: ...
-
-
-class Snapshotable(Protocol):
-    """A resource that takes part in transactions."""
-
-    def snapshot(self) -> object:
-        """Return a token for the present state."""
-        ...
-
-    def restore(self, token: Any, /) -> None:
-        """Restore the state of a token."""
-        ...
 
 
 class Resolver(Protocol):

@@ -42,7 +42,7 @@ from weakincentives.prompt import (
     StateChangeEffect,
     if_offered,
 )
-from weakincentives.resources import Binding, Scope
+from weakincentives.resources import Binding, Forkable, Scope
 from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import (
     MainLoop,
@@ -278,6 +278,7 @@ class Shelf:
         _logger.info("discarded %s", view.items)
 
 
+views: Forkable = Shelf()
 bindings = {Shelf: Binding(Shelf, lambda resolver: Shelf(), scope=Scope.SINGLETON)}
 shelves = wink.ToolRegistry([book], resources=bindings)
 for case in resource_cases():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, assert_type
+from typing import Any, Self, assert_type
 
 from weakincentives.dbc import require
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
@@ -32,7 +32,7 @@ from weakincentives.prompt import (
     ToolResult,
     tool,
 )
-from weakincentives.resources import ResourceRegistry
+from weakincentives.resources import Forkable, ResourceRegistry, Snapshotable
 from weakincentives.runtime import Session, ToolRegistry
 
 
@@ -278,3 +278,89 @@ ToolContext(session=session, prompt=prompt, resources=prompt.resources)
 with prompt.resources as opened:
     assert_type(opened.get(Filesystem), Filesystem)
 plain = Prompt(PromptTemplate(sections=[guidance]))
+
+
+# Resources that take part in transactions
+
+
+class Drawer:
+    """One that knows nothing of us."""
+
+    def snapshot(self) -> int:
+        return 0
+
+    def restore(self, token: int) -> None: ...
+
+    def fork(self) -> Drawer:
+        return Drawer()
+
+    def merge(self, view: Drawer) -> None: ...
+
+    def discard(self, view: Drawer) -> None: ...
+
+
+class Inheriting(Forkable):
+    """One that inherits ``discard``."""
+
+    def snapshot(self) -> int:
+        return 0
+
+    def restore(self, token: int, /) -> None: ...
+
+    def fork(self) -> Self:
+        return self
+
+    def merge(self, view: Self, /) -> None: ...
+
+
+class NoMerge(Forkable):
+    def snapshot(self) -> int:
+        return 0
+
+    def restore(self, token: int, /) -> None: ...
+
+    def fork(self) -> Self:
+        return self
+
+
+class MergesNothing(Drawer):
+    def merge(self) -> None: ...  # type: ignore[override]
+
+
+class MergesText(Drawer):
+    def merge(self, view: str) -> None: ...  # type: ignore[override]
+
+
+class DiscardsLater(Drawer):
+    async def discard(self, view: Drawer) -> None: ...  # type: ignore[override]
+
+
+class ForksText(Drawer):
+    def fork(self) -> str:  # type: ignore[override]
+        return ""
+
+
+class OnlySnapshots:
+    def snapshot(self) -> int:
+        return 0
+
+    def restore(self, token: int) -> None: ...
+
+
+def gives_views(*resources: Forkable) -> None: ...
+
+
+def is_restored(*resources: Snapshotable) -> None: ...
+
+
+gives_views(Drawer(), Inheriting())
+is_restored(OnlySnapshots(), Drawer(), Inheriting())
+assert_type(Inheriting().fork(), Inheriting)
+Inheriting().discard(Inheriting())
+gives_views(OnlySnapshots())  # type: ignore[arg-type]
+gives_views(MergesNothing())  # type: ignore[arg-type]
+gives_views(MergesText())  # type: ignore[arg-type]
+gives_views(DiscardsLater())  # type: ignore[arg-type]
+gives_views(ForksText())  # type: ignore[arg-type]
+NoMerge()  # type: ignore[abstract]
+is_restored(object())  # type: ignore[arg-type]

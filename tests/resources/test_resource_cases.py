@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from rpds import HashTrieMap
 
+from weakincentives.errors import MergeConflict
 from weakincentives.filesystem import MemoryFilesystem
+from weakincentives.resources import Forkable
 from weakincentives.session.memory import MemoryManager
 from weakincentives.testing import resource_cases
 
@@ -45,6 +47,27 @@ class Forking:
                 self.items = self.items.insert(number, True)
 
 
+class Inheriting(Forkable):
+    """One that inherits ``discard``, and merges nothing over the changes of others."""
+
+    def __init__(self, items: tuple[int, ...] = ()) -> None:
+        self.items = self.base = items
+
+    def snapshot(self) -> Any:
+        return self.items
+
+    def restore(self, token: Any) -> None:
+        self.items = token
+
+    def fork(self) -> Self:
+        return type(self)(self.items)
+
+    def merge(self, view: Self) -> None:
+        if self.items is not view.base:
+            raise MergeConflict("the items have changed")
+        self.items = view.items
+
+
 def put(shelf: Any, number: int) -> None:
     shelf.items.append(number)
 
@@ -61,6 +84,11 @@ GOOD: dict[str, Any] = {
         lambda files, number: files.write(f"{number}.txt", "x"),
         lambda files: sorted(files.glob("**")),
     ),
+    "inheriting": (
+        Inheriting,
+        lambda shelf, number: setattr(shelf, "items", (*shelf.items, number)),
+        lambda shelf: sorted(shelf.items),
+    ),
     "memory": (
         MemoryManager,
         lambda memory, number: memory.write("working", f"{number}", 1),
@@ -73,6 +101,15 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize("kind", GOOD)
 def test_a_resource_that_is_right_passes_every_case(case: Any, kind: str):
     case.check(*GOOD[kind])
+
+
+def test_a_class_that_inherits_the_contract_must_write_all_but_discard():
+    class Unfinished(Forkable):
+        def fork(self) -> Self:
+            return self
+
+    with pytest.raises(TypeError, match=r"merge.*restore.*snapshot"):
+        Unfinished()  # type: ignore[abstract]
 
 
 class SharedToken(Shelf):

@@ -8,9 +8,10 @@ both filesystems, the memory and the event bus implement the contract; a resourc
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from inspect import iscoroutinefunction, signature
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, TypeGuard, cast
 
 from weakincentives.core.gate import Gate, Lease, ObjectGate, gate_of
 from weakincentives.core.logs import get_logger
@@ -18,7 +19,9 @@ from weakincentives.errors import ReadOnlyView, ViewClosed
 
 __all__ = [
     "Adapted",
+    "Forkable",
     "Participant",
+    "Snapshotable",
     "can_fork",
     "misfit",
     "not_restored",
@@ -27,6 +30,47 @@ __all__ = [
 ]
 
 _logger = get_logger(__name__)
+
+
+class Snapshotable(Protocol):
+    """A resource that takes part in transactions: calls change it in place, one at a time."""
+
+    @abstractmethod
+    def snapshot(self) -> object:
+        """Return a token for the present state."""
+        ...
+
+    @abstractmethod
+    def restore(self, token: Any, /) -> None:
+        """Restore the state of a token."""
+        ...
+
+
+class Forkable(Snapshotable, Protocol):
+    """A resource that gives each call a view of its own, so that calls of a turn run concurrently.
+
+    For each fork either ``merge`` or ``discard`` is called, exactly once. A class that inherits
+    from this one needs no ``discard`` of its own. ``check_conflicts(view)`` and ``seal(reason)``
+    are optional beside these.
+    """
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """Return a private view: it starts as this is now, and neither sees the other's changes."""
+        ...
+
+    @abstractmethod
+    def merge(self, view: Self, /) -> None:
+        """Commit a view's changes, all of them or none.
+
+        Raises:
+            MergeConflict: Something the view depends on has changed here since the fork.
+        """
+        ...
+
+    def discard(self, view: Self, /) -> Sequence[str] | None:
+        """Undo what a view did outside itself; may return sentences for what could not be."""
+        return None
 
 
 class Participant:
@@ -164,7 +208,9 @@ class Adapted(Participant):
 
     _token: object = None
 
-    def __init__(self, resource: Any, *, in_place: bool, gate: ObjectGate | None = None) -> None:
+    def __init__(
+        self, resource: Snapshotable, *, in_place: bool, gate: ObjectGate | None = None
+    ) -> None:
         self._resource = resource
         self.in_place = in_place
         if in_place:
@@ -174,6 +220,11 @@ class Adapted(Participant):
     def exposed(self) -> Any:
         return self._resource
 
+    @property
+    def _forkable(self) -> Forkable:
+        """The resource, unless it is changed in place."""
+        return cast("Forkable", self._resource)
+
     def snapshot_here(self) -> Any:
         return self._resource.snapshot()
 
@@ -182,7 +233,7 @@ class Adapted(Participant):
 
     def fork(self) -> Self:
         if not self.in_place:
-            return type(self)(self._resource.fork(), in_place=False)
+            return type(self)(self._forkable.fork(), in_place=False)
         view = type(self)(self._resource, in_place=True, gate=self.object_gate)
         view._token = self._resource.snapshot()
         return view
@@ -192,7 +243,7 @@ class Adapted(Participant):
 
     def merge(self, view: Any) -> None:
         if not self.in_place:
-            self._resource.merge(view.exposed)
+            self._forkable.merge(view.exposed)
 
     def discard(self, view: Any) -> Sequence[str]:
         if self.in_place:
@@ -251,9 +302,12 @@ def participant_for(resource: Any) -> Participant | None:
 
 def can_fork(resource: object) -> bool:
     """Whether calls get views of a resource; all others are changed in place."""
-    return isinstance(resource, Participant) or (
-        hasattr(resource, "fork") and hasattr(resource, "merge")
-    )
+    return isinstance(resource, Participant) or _is_forkable(resource)
+
+
+def _is_forkable(resource: object) -> TypeGuard[Forkable]:
+    """Whether it is one of a user's; ``discard`` may be missing, and is not called then."""
+    return hasattr(resource, "fork") and hasattr(resource, "merge")
 
 
 def restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
