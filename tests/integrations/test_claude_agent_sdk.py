@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import itertools
 import json
@@ -59,10 +60,17 @@ from weakincentives.integrations.claude import WinkClient, query  # noqa: E402
 from weakincentives.prompt import (  # noqa: E402
     Approval,
     ApprovalPolicy,
+    MarkdownSection,
     PolicyDecision,
+    QuotaPolicy,
     ReadBeforeWritePolicy,
 )
-from weakincentives.runtime import open_run  # noqa: E402
+from weakincentives.runtime import (  # noqa: E402
+    Session,
+    ToolInvoked,
+    ToolRegistry,
+    open_run,
+)
 
 if not os.environ.get("WINK_INTEGRATION"):
     # Each test starts the program, which takes minutes: not twice in a run of CI.
@@ -233,10 +241,13 @@ class Play:
             yield self.server
 
     def query(self, prompt: Any = "Do it.", **more: Any) -> AsyncGenerator[Any, None]:
-        ours = ("policies", "tools", "run", "approvals")
+        ours = ("policies", "tools", "run", "approvals", "reaches", "title", "workspace")
+        ours = (*ours, "registry", "sections", "resources", "session")
         given = {name: more.pop(name) for name in ours if name in more}
         more["tools"] = more.pop("native", ["Bash", "Read", "Write"])
-        return query(prompt, self.options(**more), workspace=self.root, **given)
+        if "registry" not in given:
+            given.setdefault("workspace", self.root)
+        return query(prompt, self.options(**more), **given)
 
     def options(self, **more: Any) -> ClaudeAgentOptions:
         return options(self.server, self.home, **more)
@@ -830,6 +841,181 @@ def test_a_tool_of_the_sdk_as_one_of_ours(play: Play):
     assert play.tree()["a.txt"] == "new"
 
 
+# An application, with and without a directory
+
+
+@pytest.fixture
+def desk_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    examples = Path(__file__).parents[2] / "examples" / "invoice_desk"
+    monkeypatch.syspath_prepend(str(examples))
+    yield importlib.import_module("desk")
+    del sys.modules["desk"]
+
+
+def ours(name: str, /, **given: Any) -> tuple[str, dict[str, Any]]:
+    return (f"mcp__wink__{name}", given)
+
+
+def ended(session: Session) -> list[tuple[str, str]]:
+    """Return the calls on record in a session, and what the model was told first."""
+    found = session[ToolInvoked].all()
+    return [(each.tool_name, each.result.render().splitlines()[0]) for each in found]
+
+
+def test_the_invoice_desk_runs_unchanged_inside_an_agent(play: Play, desk_module: Any):
+    with desk_module.open_desk() as desk:
+        play(
+            uses(ours("bill", customer="Ann", amounts=[70])),
+            uses(ours("find_customer", name="Ann")),
+            uses(ours("bill", customer="Ann", amounts=["30", 40])),
+            uses(ours("bill", customer="Ann", amounts=[50])),
+            uses(ours("pay", number=1, cash=80)),
+            uses(ours("pay", number=1, cash=70)),
+            registry=desk,
+            cwd=play.root,
+        )
+
+        assert [answer.splitlines()[0] for answer in play.answers()] == [
+            "Cannot call 'bill' - missing required tools: find_customer",
+            "Ann has a credit of 100",
+            "Invoice 1: Ann, 70",
+            "Ann has too little credit for 50",
+            "80 is 10 too much",
+            "0 is still open",
+        ]
+        assert desk_module.invoices(desk) == [("Ann", 70, 70)]
+        assert desk.context().resources.get(desk_module.Till).cash == 70
+        assert [each for each, _ in ended(desk.session)] == [
+            *("bill", "find_customer", "bill", "bill", "pay", "pay")
+        ]
+        assert desk.execute("find_customer", {"name": "Bob"}).success, "its owner closes it"
+
+
+def test_sections_resources_and_a_session_without_a_directory(play: Play, desk_module: Any):
+    """The session goes on from one query to the next."""
+
+    @tool(reach="reversible", needs=(desk_module.Till,))
+    def earn(cash: int, *, context: ToolContext) -> int:
+        """Earn."""
+        till = context.resources.get(desk_module.Till)
+        till.cash += cash
+        if cash > 100:
+            raise ValueError("too much")
+        return till.cash
+
+    till, session = desk_module.Till(), Session()
+    section = MarkdownSection(title="Till", tools=[earn], policies=[QuotaPolicy(3, tools={"earn"})])
+    more: Any = {
+        "workspace": None,
+        "sections": [section],
+        "resources": {desk_module.Till: till},
+        "session": session,
+        "policies": [Rule(lambda params: "no cents" if params.cash == 1 else None)],
+    }
+
+    play(uses(ours("earn", cash=5), ours("earn", cash=500), ours("earn", cash=1)), **more)
+    assert till.cash == 5
+    play(uses(ours("earn", cash=5)), uses(ours("earn", cash=5)), **more)
+
+    assert till.cash == 10
+    answers = [answer for _, answer in ended(session)]
+    assert answers[:4] == ["5", "too much", "no cents", "10"]
+    assert "Quota exceeded" in answers[4]
+
+
+@pytest.mark.filterwarnings("ignore::claude_agent_sdk.CanUseToolShadowedWarning")
+def test_without_a_directory_native_tools_that_may_change_files_are_refused(play: Play):
+    """In one line, before anyone is asked, also for a sub-agent; those that read run."""
+    session, person = Session(), Person()
+    task = {"description": "Look", "prompt": "Look at it.", "subagent_type": "general-purpose"}
+
+    play(
+        uses(bash("rm a.txt"), write(play, "b.txt", "new\n")),
+        uses(("Read", {"file_path": str(play.root / "c.txt")})),
+        uses(("Agent", task)),
+        uses(bash("rm c.txt")),
+        workspace=None,
+        session=session,
+        cwd=play.root,
+        native=None,
+        can_use_tool=person,
+        policies=[ApprovalPolicy(tools={"bash", "write"})],
+    )
+
+    assert play.tree() == AS_IT_WAS
+    assert person.asked == []
+    bashed, written, read, *_ = play.answers()
+    for name, answer in (("bash", bashed), ("write", written)):
+        assert answer.endswith(
+            f"Call to '{name}' was not approved: there is no directory whose changes could be "
+            "rolled back: give one as workspace=..."
+        )
+    assert "c as it was" in read
+    assert [name for name, _ in ended(session)] == ["bash", "write", "read", "bash"]
+
+
+def test_tools_of_other_servers_run_without_a_directory(play: Play, desk_module: Any):
+    """They are calls like all others; ``reaches`` says which of them only read."""
+    seen: list[Any] = []
+
+    class Watches:
+        name = "watches"
+
+        def check(self, tool: Any, params: Any, *, context: Any) -> PolicyDecision:
+            seen.append((tool.name, tool.reach))
+            return PolicyDecision.allow()
+
+        def on_result(self, tool: Any, params: Any, result: Any, *, context: Any) -> None:
+            """Remember nothing."""
+
+    @sdk.tool("look", "Look it up", {"title": str})
+    async def look(arguments: dict[str, Any]) -> dict[str, Any]:
+        is_error = arguments["title"] == "draft"
+        return {"content": [{"type": "text", "text": "looked"}], "is_error": is_error}
+
+    session = Session()
+    play(
+        uses(*(("mcp__mine__look", {"title": title}) for title in ("final", "draft"))),
+        mcp_servers={"mine": sdk.create_sdk_mcp_server("mine", tools=[look])},
+        workspace=None,
+        session=session,
+        reaches={"look": "read"},
+        policies=[Watches()],
+    )
+
+    assert play.answers() == ["looked", "looked"]
+    assert seen == [("look", "read")] * 2
+    assert [each.result.success for each in session[ToolInvoked].all()] == [True, False]
+
+
+def test_native_tools_work_in_the_directory_of_a_registry(play: Play):
+    with ToolRegistry([note], workspace=play.root) as registry:
+        play(
+            uses(ours("note", text="x")),
+            uses(bash("echo new > a.txt; rm b.txt; false")),
+            uses(bash("echo new > c.txt")),
+            registry=registry,
+        )
+
+        assert play.tree() == {**AS_IT_WAS, "notes.txt": "x\n", "c.txt": "new\n"}
+        assert [name for name, _ in ended(registry.session)] == ["note", "bash", "bash"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"registry": ToolRegistry(), "tools": [note]}, "leave out the others"),
+        ({"registry": ToolRegistry(), "session": Session()}, "leave out the others"),
+        ({"registry": ToolRegistry(), "workspace": "elsewhere"}, "leave out workspace"),
+        ({"session": Session()}, "give workspace=None"),
+    ],
+    ids=["tools", "session", "workspace", "directory"],
+)
+def test_options_that_exclude_each_other_are_refused(play: Play, given: Any, said: str):
+    with play.serving(), pytest.raises(TypeError, match=said):
+        asyncio.run(anext(play.query(**given)))
+
+
 # A run that ends early
 
 
@@ -1056,6 +1242,15 @@ def test_a_run_that_another_has_open_changes_nothing_and_says_so(play: Play):
     assert play.tree() == AS_IT_WAS
     assert "Internal error" in play.answers()[0]
     assert "in use" in play.answers()[0]
+
+
+def test_a_run_is_titled_by_its_task_or_as_one_says(play: Play):
+    play(uses(bash("echo one > a.txt")))
+    play(uses(bash("echo two > a.txt")), title="Release 2.0")
+
+    shown = play.wink("log")
+    assert "Do it." in shown
+    assert "Release 2.0" in shown
 
 
 def test_resuming_a_session_continues_the_run(play: Play):

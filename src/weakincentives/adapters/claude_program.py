@@ -80,7 +80,7 @@ def with_path(params: object, directory: str, root: str, places: Sequence[str] =
     Args:
         params: As the program has them.
         directory: The program's working directory.
-        root: The workspace.
+        root: The workspace; empty if there is none.
         places: The arguments that can name the file.
     """
     if not isinstance(params, dict):

@@ -1,8 +1,8 @@
 """The Claude Agent SDK: what its program does to a workspace runs as our calls.
 
-``query`` and ``WinkClient`` are the SDK's own, with a workspace. Hooks open a call before one of
-the program's tools runs (Bash, Write, an MCP server's) and end it afterwards; our tools come in as
-an MCP server in this process.
+``query`` and ``WinkClient`` are the SDK's own, with a workspace or an application. Hooks open a
+call before one of the program's tools runs (Bash, Write, an MCP server's) and end it afterwards;
+our tools come in as an MCP server in this process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import os
 import re
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 from weakincentives.adapters.claude_program import (
     CALL_ID,
@@ -37,15 +37,20 @@ from weakincentives.core.clock import since_boot
 from weakincentives.core.logs import get_logger
 from weakincentives.core.loops import run_blocking
 from weakincentives.errors import ApprovalNeeded, MissingExtra, PolicyDenied, Suspended
-from weakincentives.integrations.bridge import MAX_SHOWN, AnyTool, Bridge, adopted
+from weakincentives.integrations.bridge import (
+    MAX_SHOWN,
+    AnyTool,
+    Bridge,
+    BridgeOptions,
+    adopted,
+    wire_name,
+)
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.refusals import by_person
-from weakincentives.prompt.section import Section
-from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS
-from weakincentives.resources import ResourceRegistry
+from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Reach
 from weakincentives.runtime.hosted import OpenCall
+from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -67,16 +72,17 @@ _HOOK_SECONDS = 60.0
 """How long the program waits for a hook, by default."""
 
 
-class Ours(TypedDict, total=False):
+_NO_DIRECTORY = (
+    "there is no directory whose changes could be rolled back: give one as workspace=..."
+)
+"""Why a native tool that may change files is refused without one."""
+
+
+class Ours(BridgeOptions, total=False):
     """What ``query`` and ``WinkClient`` take besides the SDK's arguments: see ``query``."""
 
-    workspace: str | os.PathLike[str]
-    policies: Iterable[AnyPolicy]
-    tools: Iterable[object]
-    run: str | None
+    workspace: str | os.PathLike[str] | None
     approvals: Mapping[str, Approval] | None
-    sections: Iterable[Section[Any]]
-    resources: Mapping[type[Any], Any] | ResourceRegistry | None
 
 
 async def query(
@@ -92,22 +98,24 @@ async def query(
 
     Ours, beside those of the SDK:
 
-    - ``workspace``: The directory that the agent works in; also its working directory.
-    - ``policies``: They govern our tools and the program's, whose names are in lower case here.
-    - ``tools``: Tools to add: ours, or the SDK's, which are adopted.
-    - ``run``: Names our run, to continue it. By default it goes with the SDK's session: resuming
-      that continues the run.
+    - ``workspace``: The directory that the agent works in; also its working directory. None for an
+      application that works on no directory: then the program's own tools that may change files,
+      such as Bash, Write and Edit, are refused.
+    - The options of ``Bridge``. ``policies`` govern our tools and the program's, whose names are
+      in lower case here and in ``reaches``. ``tools`` are those to add, by default none: ours, or
+      the SDK's, which are adopted. By default the ``run`` goes with the SDK's session: resuming
+      that continues the run. A ``registry`` brings its directory, if it has one.
     - ``approvals``: Answers to calls that were deferred, by the id in
       ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call that
       needs approval is deferred if its tool is in this process, and else denied.
-    - ``sections``, ``resources``: Tools with their policies, and what tools ask for.
 
     Args:
         prompt: As the SDK takes it. None with a resumed session continues with its deferred call.
         options: As the SDK takes them; your hooks, servers and permissions stay in force.
         transport: As the SDK takes it.
     """
-    agent = _Agent(options, _title(prompt), **ours)
+    ours["title"] = ours.get("title") or _title(prompt)
+    agent = _Agent(options, **ours)
     try:
         said = agent.nothing_more() if prompt is None else prompt
         stream = sdk.query(prompt=said, options=agent.options, transport=transport)
@@ -119,7 +127,7 @@ async def query(
 
 
 class WinkClient(sdk.ClaudeSDKClient):
-    """A ``ClaudeSDKClient`` whose program works on a workspace: see ``query`` for the arguments."""
+    """A ``ClaudeSDKClient`` with a workspace or an application: see ``query`` for the arguments."""
 
     def __init__(
         self,
@@ -186,42 +194,39 @@ class _Agent:
     def __init__(
         self,
         options: ClaudeAgentOptions | None,
-        title: str = "",
         *,
-        workspace: str | os.PathLike[str] = ".",
-        policies: Iterable[AnyPolicy] = (),
-        tools: Iterable[object] = (),
-        run: str | None = None,
+        workspace: str | os.PathLike[str] | None = ".",
         approvals: Mapping[str, Approval] | None = None,
-        sections: Iterable[Section[Any]] = (),
-        resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
+        **given: Unpack[BridgeOptions],
     ) -> None:
         options = _with_session(options or ClaudeAgentOptions())
-        self._root = os.path.realpath(workspace)
-        self._directory = os.path.realpath(options.cwd or self._root)
-        if not Path(self._directory).is_relative_to(self._root):
+        registry = given.get("registry")
+        if registry is not None:
+            if workspace not in (".", None):
+                raise TypeError(
+                    "a registry has a directory of its own or none: leave out workspace"
+                )
+            workspace = _directory_of(registry)
+        elif given.get("tools") is None:
+            given["tools"] = ()  # the program has file tools
+        self._root = None if workspace is None else os.path.realpath(workspace)
+        self._directory = os.path.realpath(options.cwd or self._root or ".")
+        if self._root is not None and not Path(self._directory).is_relative_to(self._root):
             raise ValueError(
                 f"{self._directory} is outside of the workspace {self._root}: what the agent "
                 "changes there could not be rolled back"
             )
-        run = run or options.session_id or options.resume
-        self._bridge = Bridge(
-            self._root,
-            tools=tools,
-            policies=policies,
-            title=title,
-            run=run,
-            sections=sections,
-            resources=resources,
-        )
+        given["run"] = given.get("run") or options.session_id or options.resume
+        self._bridge = Bridge(self._root, **given)
         self._can_use_tool = options.can_use_tool
         self._approvals = dict(approvals or {})
         self._stops: set[str] = set()
         """Tool uses whose denial ends the turn."""
         self._in_process = _servers_here(options)
         self._tools: dict[str, AnyTool] = {}
-        self._processes = Processes(self._root)
-        self._processes.kill_orphans()
+        self._processes = Processes(self._root or "")
+        if self._root is not None:
+            self._processes.kill_orphans()
         self._uses: dict[str, _Use] = {}
         """By the program's id of the tool use."""
         self._checks: dict[str, asyncio.Future[None]] = {}
@@ -330,6 +335,8 @@ class _Agent:
         """Open the call of a tool of the program, or say why it must not run."""
         tool, params = self._tool(name), self._params(name, given)
         answer = answer or self._approvals.pop(use_id, None)
+        if self._root is None and _is_native(name) and tool.reach != "read":
+            answer = Approval(False, reason=_NO_DIRECTORY)
         if answer is not None and answer.approved is not True:
             return await self._refuse(tool, params, use_id, answer)
         began = 0.0 if name in READING else since_boot()
@@ -504,13 +511,18 @@ class _Agent:
 
     def _tool(self, name: str) -> AnyTool:
         """Return a tool of the program as one of ours."""
-        found, reads = self._tools.get(name), name in READING | NOT_CALLS
+        found = self._tools.get(name)
         if found is None:
+            reach: Reach | None = self._bridge.reaches.get(wire_name(self._name(name)))
+            if name in READING | NOT_CALLS:
+                reach = "read"
+            elif name in EDITING:
+                reach = "reversible"
             found = self._tools[name] = self._bridge.covering(
                 self._name(name),
                 f"{name}, a tool of the Claude program.",
-                reach="read" if reads else "reversible" if name in EDITING else None,
-                concurrent=reads,
+                reach=reach,
+                concurrent=reach == "read",
                 preview=_preview if _is_native(name) else None,
             )
         return found
@@ -527,7 +539,7 @@ class _Agent:
     def _params(self, name: str, given: Input) -> Input:
         if not _is_native(name):
             return given
-        return cast("Input", with_path(given, self._directory, self._root))
+        return cast("Input", with_path(given, self._directory, self._root or ""))
 
     def _server(self) -> Server:
         async def list_tools(context: Any, params: Any) -> ListToolsResult:
@@ -683,6 +695,14 @@ def _preview(params: Input, *, context: ToolContext) -> CallPreview:
         script="command",
         paths=(path,) if isinstance(path, str) else (),
     )
+
+
+def _directory_of(registry: ToolRegistry) -> Path | None:
+    """Return the directory that a registry was made with, if any."""
+    try:
+        return registry.workspace.root
+    except LookupError:
+        return None
 
 
 def _servers_here(options: ClaudeAgentOptions) -> list[str]:
