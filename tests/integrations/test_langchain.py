@@ -174,7 +174,7 @@ class LangChain(Driver):
         return run_on_loop(agent.ainvoke(start, config), job.cancel_when)
 
 
-_IN_THREADS = "`invoke` runs calls in threads, which nobody can cancel; `ainvoke` can be"
+_IN_THREADS = "`invoke` runs calls in threads, which cannot be cancelled; `ainvoke` can be"
 
 
 class LangChainSync(LangChain):

@@ -62,7 +62,7 @@ Recorded = ToolInvoked | Callable[[], object]
 
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
-block_under_way: ContextVar[Holder | None] = ContextVar("winkblock_under_way", default=None)
+block_under_way: ContextVar[Holder | None] = ContextVar("wink_block_under_way", default=None)
 """What holds the gates of the innermost ``tool_transaction`` block."""
 NO_RESOURCES = ResourceRegistry.of().open()
 """For a context whose resources are of a class that is not ours."""
