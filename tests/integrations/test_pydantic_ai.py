@@ -895,6 +895,9 @@ class TestConformance(WorkspaceBackendSuite):
     async def test_cancellation_stops_foreground_work(self) -> None:
         pytest.skip("what a command writes is not visible before it has ended")
 
+    async def test_a_backend_attached_by_ref_reaches_a_detached_process(self) -> None:
+        pytest.skip("a command ends with everything it has started: no process stays behind")
+
 
 class TestAdopt:
     """Tools of the framework in a registry of ours."""
