@@ -263,7 +263,7 @@ def worker(
     with open_database(database) as opened, open(os.devnull) as nothing:
         os.environ.pop("WINK_DATABASE", None)  # whatever a run starts does not get it
         sys.stdin = nothing  # no one is asked here
-        return _perform_runs(
+        code = _perform_runs(
             opened,
             open_storage(url, opened),
             machine=here,
@@ -271,6 +271,27 @@ def worker(
             lease=lease,
             as_json=as_json,
         )
+    _end_waiting_threads(code)
+    return code
+
+
+def _end_waiting_threads(code: int) -> None:
+    """End the process where a thread of DBOS still waits for a run that another worker took over.
+
+    Python would wait for it at the end, and so for ever.
+    """
+    until = SYSTEM_CLOCK.monotonic() + _PATIENCE
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, until - SYSTEM_CLOCK.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+
+_PATIENCE = 5.0
+"""Seconds that threads have to end, once a worker has stopped."""
 
 
 def _perform_runs(

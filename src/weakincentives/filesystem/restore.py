@@ -242,6 +242,10 @@ class Restore:
             self._leave_edit(record)
         elif record.after is not None and record.after.ino == status.st_ino:
             self.tree.remove_all(parts)
+        elif record.op == "moved" and self._spares and _is_another_file(record, status):
+            self.sentences.append(
+                f"{shown(join_path(parts))} was changed by someone else since and is left unchanged"
+            )
         elif record.op == "moved" or not self._spares:
             self._clear_aside(above, parts)
         elif record.is_whole:
@@ -542,6 +546,12 @@ def _is_changed_file(record: Record, tree: Tree) -> bool:
     if after is None or after.kind != "file" or not after.ino:
         return False
     return not Seen(after, after.digest).is_at(tree, record.path)
+
+
+def _is_another_file(record: Record, status: os.stat_result) -> bool:
+    """Tell whether a file cannot be the moved one, whatever its inode number is now."""
+    now = Entry.of(status)
+    return now.kind != "directory" and not matches(record.after, now)
 
 
 def safe_name(name: str) -> str:
