@@ -376,6 +376,10 @@ class LogUnavailable(WinkError):
     """The database of a log cannot be opened, read or written: nothing is changed until it can."""
 
 
+class LogDamaged(LogUnavailable):
+    """SQLite calls the database of a log malformed: it is set aside, and never written again."""
+
+
 class StaleHead(WinkError):
     """An operation was made on a head that another one has replaced."""
 

@@ -15,6 +15,7 @@ from terminal import WINK
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
+from stored import damage
 from weakincentives.cli.doctor import Finding, Level
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile
@@ -391,19 +392,19 @@ def test_what_is_damaged_in_the_store_is_named_with_a_way_to_go_on(
     run = make_run(project, TURNS)
     store = WorkspaceHistory(project).store
     OutcomeLedger(store / "outcomes.jsonl").end(CallOutcome("paid", "pay", "committed", 0.0))
-    file = {
-        "history": min((store / "history").glob("*-*")),
-        "session": run.path,
-        "outcomes": store / "outcomes.jsonl",
-    }[what]
+    file = run.path if what == "session" else store / "outcomes.jsonl"
     data = file.read_bytes()
     file_was = data[:-40] + b"~" + data[-39:]
-    file.write_bytes(file_was)
+    if what == "history":
+        damage(store, 1)
+    else:
+        file.write_bytes(file_was)
 
     code, found = findings(wink)
 
     assert code == 0
-    (told,) = [each for each in found if str(file) in each["what"] and each["level"] == "warning"]
+    named = "change 1 " if what == "history" else str(file)
+    (told,) = [each for each in found if named in each["what"] and each["level"] == "warning"]
     assert "is damaged" in told["what"] or "cannot be read" in told["what"]
     if what == "history":
         assert told["do"] == "nothing: that call can no longer be undone"

@@ -15,6 +15,7 @@ from commands import Wink, make_run, resume_run, run_open
 from terminal import WINK, Terminal
 
 import weakincentives as wink_library
+from stored import damage
 from weakincentives.adapters import calls
 from weakincentives.cli.common import find_run
 from weakincentives.errors import Suspended
@@ -156,8 +157,7 @@ def test_a_run_whose_file_is_torn_or_foreign_does_not_hide_the_others(wink: Wink
 
 def test_a_damaged_history_does_not_hide_what_is_on_record(wink: Wink, project: Path):
     make_run(project, TURNS)
-    for path in (WorkspaceHistory(project).store / "history").iterdir():
-        path.write_bytes(path.read_bytes()[:50])
+    damage(WorkspaceHistory(project).store)
 
     lines = [json.loads(line) for line in wink("log", "--json").out.splitlines()]
 
@@ -169,15 +169,17 @@ def test_a_damaged_history_does_not_hide_what_is_on_record(wink: Wink, project: 
 @pytest.mark.parametrize("what", ["history", "session"])
 def test_the_log_names_what_is_damaged_and_shows_the_rest(wink: Wink, project: Path, what: str):
     run = make_run(project, TURNS)
-    entries = sorted((WorkspaceHistory(project).store / "history").glob("*-*"))
-    file = entries[0] if what == "history" else run.path
-    data = file.read_bytes()
-    file.write_bytes(data[:-40] + b"~" + data[-39:])
+    named = "change 1 is" if what == "history" else str(run.path)
+    if what == "history":
+        damage(WorkspaceHistory(project).store, 1)
+    else:
+        data = run.path.read_bytes()
+        run.path.write_bytes(data[:-40] + b"~" + data[-39:])
 
     done = wink("log", "--json")
 
     assert done.code == 0
-    assert str(file) in done.err
+    assert named in done.err
     assert "damaged" in done.err
     # The last save of the session has no call in it.
     assert len(done.out.splitlines()) == 7

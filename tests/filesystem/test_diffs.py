@@ -453,5 +453,5 @@ def test_a_diff_says_that_it_lacks_what_is_not_stored(tmp_path: Path):
 
     history = WorkspaceHistory(root)
     told = {each.path: (each.is_complete, each.note) for each in history.diff(history.calls())}
-    note = "created, and changed since by somebody else"
-    assert told == {"large": (False, note), "moved": (False, note)}
+    note = "and changed since by somebody else"
+    assert told == {"large": (False, f"created, {note}"), "moved/x": (False, f"moved, {note}")}

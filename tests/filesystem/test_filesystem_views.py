@@ -971,6 +971,7 @@ TestFilesystems = Filesystems.TestCase
 def test_views_that_have_ended_leave_no_descriptor_open(make):
     """Also those of deleted directories, which an older view still sees."""
     fs = make({f"{number}/inner/file.txt": str(number) for number in range(20)})
+    fs.write("first", "")  # opens the log
     older = fs.fork()
     older.read("0/inner/file.txt")
     before = len(os.listdir("/proc/self/fd"))

@@ -825,8 +825,9 @@ def test_history_stays_within_its_limit_and_forgets_the_oldest(root: Path):
             fs.write_bytes("a.txt", os.urandom(20_000) + bytes([number]))
         remembered = fs.history()
         assert 0 < len(remembered) < 41
-        size = sum(path.stat().st_size for path in regular_files(store_of(root)))
-        assert size < 400_000
+    size = sum(path.stat().st_size for path in regular_files(store_of(root)))
+    assert size < 400_000
+    with HostFilesystem(root, history_limit=200_000) as fs:
         before = (root / "a.txt").read_bytes()
         fs.write("a.txt", "last")
         fs.revert_to(remembered[-1].call_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -26,12 +27,14 @@ from killed_child import Death
 from trees import ON_DISK, look
 
 from chance import HEAVY, SEED
+from stored import damage, make_calls_older
 from weakincentives.core.clock import FakeClock
 from weakincentives.errors import ContentDamaged, FilesystemError
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.prune import disk_usage
 from weakincentives.filesystem.store import Store, location_of
+from weakincentives.log import Log
 
 EVERYTHING = Limits(days=0, newest=0)
 NOTHING = Limits()
@@ -76,9 +79,7 @@ def contents(root: Path) -> dict[str, tuple[object, ...]]:
 
 def make_older(root: Path, days: float) -> None:
     """Make all committed calls look older."""
-    for entry in (store_of(root) / "history").glob("*-*"):
-        then = entry.stat().st_mtime - days * DAY
-        os.utime(entry, (then, then))
+    make_calls_older(store_of(root), days)
 
 
 # Compressed contents
@@ -233,34 +234,35 @@ def test_what_else_refers_to_a_call_keeps_it(root: Path):
     store = Store(root)
     with contextlib.closing(store):
         history = History(store)
-        digests = [record.before.digest for n in (1, 2) for record in history.read(n).records]
+        digests = [each.before.content for n in (1, 2) for each in history.operation(n).changes]
         history.needed_by.append(lambda: 3)
         assert history.prune(EVERYTHING) == 2
         assert history.serials() == [3, 4, 5], "serials go on from the newest call"
         assert not any(digest in history.objects for digest in digests)
 
 
-def test_unused_contents_are_removed_unless_a_damaged_call_may_need_them(root: Path):
+def test_what_no_row_names_is_set_aside_and_a_damaged_call_keeps_what_it_has(root: Path):
+    """A loss of power can have cost the row: then the file may be the only copy."""
     with HostFilesystem(root) as fs:
         fs.write("a.txt", "second")
         fs.write("a.txt", "third")
-    stray = store_of(root) / "objects" / "ab" / ("c" * 62)
+    text = b"nothing refers to this"
+    digest = hashlib.sha256(text).hexdigest()
+    stray = store_of(root) / "objects" / digest[:2] / digest[2:]
     stray.parent.mkdir(exist_ok=True)
-    stray.write_text("nothing refers to this")
-    entry = min((store_of(root) / "history").glob("*-*"))
-    whole = entry.read_bytes()
-    entry.write_bytes(whole.replace(b"a.txt", b"z.txt", 1))
+    stray.write_bytes(text)
+    (store_of(root) / "kept" / "lost" / "k1").mkdir(parents=True)
+    (store_of(root) / "kept" / "lost" / "k1" / "f").write_text("the only copy")
+    damage(store_of(root), 2)
+    before = len(objects(root))
     with HostFilesystem(root) as fs:
-        pruned = fs.prune(NOTHING)
-        assert (pruned.contents, pruned.damaged, stray.exists()) == (0, 1, True)
-    entry.write_bytes(whole)
-    with HostFilesystem(root) as fs:
-        assert WorkspaceHistory(root).to_prune(NOTHING).contents == 1
-        assert fs.prune(NOTHING).contents == 1
-        assert not stray.exists()
-        fs.revert_to(fs.history()[0].call_id)
-        fs.undo(fs.history()[0].call_id)
-        assert fs.read("a.txt") == TEXT
+        assert WorkspaceHistory(root).to_prune(NOTHING).set_aside == 1
+        done = fs.prune(NOTHING)
+        assert (done.contents, done.set_aside) == (0, 2)
+        assert len(objects(root)) == before - 1
+    left = store_of(root) / "left"
+    found = [each.read_bytes() for each in left.rglob("*") if each.is_file()]
+    assert sorted(found) == [text, b"the only copy"]
 
 
 def test_files_that_are_no_objects_stay(root: Path):
@@ -475,9 +477,10 @@ def test_a_kill_during_gc_leaves_no_call_that_cannot_be_undone(
 
 def stray_trees(root: Path) -> list[str]:
     """Return the removed directories in the store that no call refers to."""
-    known = {f"{each.serial:012d}" for each in WorkspaceHistory(root).calls()}
-    trees = (store_of(root) / "history").glob("*.trees")
-    return [path.name for path in trees if path.stem not in known]
+    with contextlib.closing(Log(store_of(root) / "log.db")) as log:
+        known = {each.id for each in log.summaries()}
+    kept = (store_of(root) / "kept").glob("*")
+    return [path.name for path in kept if path.name not in known]
 
 
 CONTENTS = [b"small", TEXT.encode(), random.Random(1).randbytes(9_000)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stored import damage
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 from weakincentives.filesystem.versions import WorkspaceVersions
 
@@ -29,7 +29,7 @@ def versions_of(files: HostFilesystem) -> WorkspaceVersions:
 def steps_of(versions: WorkspaceVersions) -> list[list[tuple[str, str, bool, bool]]]:
     return [
         [
-            ("/".join(s.parts), "/".join(s.origin or ()), s.was is not None, s.left is not None)
+            ("/".join(s.parts), "/".join(s.origin or ()), s.before is not None, s.after is not None)
             for s in commit.steps
         ]
         for commit in versions.commits
@@ -93,9 +93,7 @@ def test_only_new_commits_are_read_again(files: HostFilesystem) -> None:
 def test_a_damaged_commit_is_left_out(files: HostFilesystem) -> None:
     files.write("a", "1")
     files.write("b", "2")
-    (entry,) = (files.store / "history").glob("000000000001-*")
-    entry.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    entry.write_bytes(entry.read_bytes().replace(b'"a"', b'"c"'))
+    damage(files.store, 1)
 
     assert [commit.call.serial for commit in versions_of(files).commits] == [2]
 

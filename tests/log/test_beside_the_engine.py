@@ -24,8 +24,10 @@ from states import Files, Manifests, Present, applied, changes_between, with_gro
 from chance import THOROUGH
 from weakincentives.errors import FilesystemError, MergeConflict, UndoRefused
 from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHistory
+from weakincentives.filesystem.contents import Contents
 from weakincentives.log import (
     Entry,
+    Log,
     Operation,
     Parts,
     conflicts,
@@ -70,6 +72,16 @@ def _entry(path: Path) -> Entry:
     group = status.st_ino if status.st_nlink > 1 else 0
     size = status.st_size
     return Entry("file", mode, mtime_ns=times, size=size, content=digest, group=group)
+
+
+def _known(files: Files, contents: Contents) -> Files:
+    """Return a tree with the digests of what is kept unhashed."""
+    return {
+        path: each._replace(content=hashlib.sha256(contents.read(each.content)).hexdigest())
+        if each.kind == "file" and each.content.startswith("@")
+        else each._replace(content="" if each.is_directory else each.content)
+        for path, each in files.items()
+    }
 
 
 Plain = dict[Parts, tuple[str, int, str]]
@@ -156,8 +168,28 @@ class Work:
 
     def _note_commit(self, kind: OperationKind, before: int) -> None:
         # The engine also commits what leaves nothing but another inode.
+        files = self.states[-1]
         if self.note(kind) and len(self.fs.history()) > before:
             self.serials[len(self.operations)] = self.fs.history()[-1].serial
+            self._check_log(files, self.states[-1])
+
+    def _check_log(self, before: Files, after: Files) -> None:
+        """The operation in the log leads from what was there before a call to what is there now."""
+        with contextlib.closing(Log(self.fs.store / "log.db")) as log:
+            contents = Contents(self.fs.store, log)
+            operation = log.read(log.head())
+            assert log.head() == self.fs.history()[-1].serial
+            for changes, old, new in (
+                (operation.changes, before, after),
+                (inverted(operation.changes), after, before),
+            ):
+                known = _known(applied(changes, old, contents.manifest), contents)
+                for path in {*known, *new} - {()}:
+                    entry, expected = known.get(path), plain(new).get(path)
+                    assert entry is not None, (path, operation)
+                    assert expected is not None, (path, operation)
+                    content = entry.content or expected[2]  # not known: it was only moved
+                    assert (entry.kind, entry.mode, content) == expected, (path, operation)
 
     def change(self, view: HostFilesystem, kind: str, path: str, other: str = "") -> None:
         match kind:

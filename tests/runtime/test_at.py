@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_world import Note, Tried, Work, opened, spoken, texts_of
 
+from stored import damage_contents
 from weakincentives.errors import FilesystemError, ReadOnlyView, UndoRefused
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime import ToolInvoked
@@ -334,9 +335,7 @@ def test_an_export_fills_an_empty_directory_and_refuses_any_other(work: Work, tm
 def test_an_export_that_fails_leaves_nothing(work: Work, tmp_path: Path):
     work.write("a1", "a2")
     files = work.at(1).files
-    (saved,) = (each for each in (work.files.store / "objects").rglob("*") if each.is_file())
-    saved.chmod(0o600)
-    saved.write_bytes(b"xx")
+    damage_contents(work.files.store)
 
     with pytest.raises(Exception, match="damaged"):
         files.export(tmp_path / "out" / "then")

@@ -95,9 +95,6 @@ def gc(
         return 0
     _show(store, before, after)
     echo(_sentence(pruned, len(runs), dry_run=dry_run))
-    if pruned.damaged:
-        damaged = counted(pruned.damaged, "damaged call")
-        say(f"{damaged}: no unused content was removed, because these calls may need it")
     return 0
 
 
@@ -160,6 +157,8 @@ def _sentence(pruned: Pruned, runs: int, *, dry_run: bool) -> str:
     }
     parts = [counted(count, what) for what, count in found.items() if count]
     removed = f"{'Would remove' if dry_run else 'Removed'}: {', '.join(parts) or 'nothing'}."
-    if not pruned.compressed:
-        return removed
-    return f"{removed} Compressed: {counted(pruned.compressed, 'content')}."
+    if pruned.set_aside:
+        removed += f" Set aside, because no call names it: {counted(pruned.set_aside, 'content')}."
+    if pruned.compressed:
+        removed += f" Compressed: {counted(pruned.compressed, 'content')}."
+    return removed

@@ -104,9 +104,9 @@ def _no_content() -> bytes:
 
 
 def kind_of(step: FileStep) -> str:
-    if step.left is None:
+    if step.after is None:
         return "deleted"
-    return "added" if step.was is None or step.origin is not None else "changed"
+    return "added" if step.before is None or step.origin is not None else "changed"
 
 
 def text_of(entry: Entry | None, read: Callable[[], bytes]) -> tuple[str | None, str]:
@@ -290,8 +290,8 @@ class Contents:
             return versions.paths_at(serial, self._walk())
         paths = self._main().paths_at(versions.info.base, self._walk())
         for commit in versions.commits[:serial]:
-            paths.difference_update(each.found_at for each in commit.steps if each.was)
-            paths.update(each.parts for each in commit.steps if each.left)
+            paths.difference_update(each.found_at for each in commit.steps if each.before)
+            paths.update(each.parts for each in commit.steps if each.after)
         return paths
 
     def changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:

@@ -108,6 +108,7 @@ class Views:
         self._histories: dict[str, _History] = {}
         self._lock = threading.Lock()
         self.store = location_of(self.path)
+        self._past = WorkspaceHistory(self.path).past()
         self.contents = Contents(self.path, self.store, lambda: self._history("").versions)
 
     # By path
@@ -411,11 +412,11 @@ class Views:
 
     def changed_at(self) -> object:
         """Return a value that differs after a commit, or when there are other branches."""
-        found: list[int] = []
-        for name in ("history", "history/index", "branches"):
-            with contextlib.suppress(OSError):
-                status = os.stat(self.store / name)
-                found += [status.st_mtime_ns, status.st_size]
+        found = [0]
+        with contextlib.suppress(OSError):
+            found.append(os.stat(self.store / "branches").st_mtime_ns)
+        with contextlib.suppress(WinkError):
+            found += self._past.changed_at()
         return tuple(found)
 
     # Reading

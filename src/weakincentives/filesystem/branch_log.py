@@ -33,7 +33,6 @@ from weakincentives.filesystem.diffs import (
 from weakincentives.filesystem.disk import HostFilesystem
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import BRANCHES, Committed, Past, append_line
-from weakincentives.filesystem.journal import JOURNAL
 from weakincentives.filesystem.layers import Changed, Cover, Disk, Layer, Look, Node, node_at
 from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.reserved import Reserved
@@ -414,9 +413,8 @@ def steady_point(root: Path, main: Path) -> Generator[tuple[int, int]]:
 
 
 def _past_in(main: Path) -> Past:
-    note = Note.read(main)
-    assert note is not None
-    return Past(main, note.seals(JOURNAL))
+    Note.read(main)  # refuses a store that somebody else has planted
+    return Past(main)
 
 
 def file_time(main: Path) -> int:

@@ -16,7 +16,14 @@ from typing import Unpack
 
 from weakincentives.core.call import ToolCall
 from weakincentives.core.state import is_our_code
-from weakincentives.errors import FilesystemError, MergeConflict, SnapshotExpired
+from weakincentives.errors import (
+    FilesystemError,
+    HistoryDamaged,
+    LogDamaged,
+    LogUnavailable,
+    MergeConflict,
+    SnapshotExpired,
+)
 from weakincentives.filesystem.entry import (
     Attributes,
     Entry,
@@ -339,6 +346,8 @@ class Changes:
     def roll_back(self) -> tuple[str, ...]:
         """Roll back everything. Returns a sentence for each path that could not be restored."""
         self._marks.clear()
+        if self.records and self.history.is_in_doubt:
+            return self._leave_in_doubt()
         sentences = self._undo_from(0)
         if self.records:
             self.history.unfinished = self._finish_undoing
@@ -351,6 +360,28 @@ class Changes:
         """Retry a rollback that failed part-way."""
         if self.roll_back():
             raise OSError(errno.EIO, "what an earlier call changed could not be undone")
+
+    def _leave_in_doubt(self) -> tuple[str, ...]:
+        """Leave everything as it is until the log can say whether the call is committed."""
+        self.is_stuck = True
+        self.history.unfinished = self._settle
+        sentence = (
+            "Whether this call is committed is not known, because the log cannot be read. Its files"
+            " are as the call left them. Nothing more is changed until the log can be read"
+        )
+        logger.error("%s", sentence)
+        return (sentence,)
+
+    def _settle(self) -> None:
+        """Finish or roll back a transaction, whichever the log says."""
+        is_committed = self.history.is_committed(self.records[0])
+        self.history.is_in_doubt = False
+        if not is_committed:
+            self._finish_undoing()
+            return
+        self.history.finish_committed(self.records)
+        self.records, self.is_stuck = [], False
+        self.scratches.leave()
 
     def save_anew(self) -> None:
         """Have later records save originals again, as after a savepoint."""
@@ -384,6 +415,9 @@ class Changes:
         self.records = []
         self._sweep()
         self.scratches.leave()
+        interrupt, self.history.interrupt = self.history.interrupt, None
+        if interrupt is not None:
+            raise interrupt
         return serial
 
     def _copy_saved(self) -> bool:
@@ -1120,12 +1154,24 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     store = history.store
     changes = Changes(tree, history)
     scratches = changes.scratches
-    if not scratches.recall() and not store.tree.names(()):
+    if not scratches.recall() and not history.journal.may_be_open():
         return ()
     records, damage = read_journal(history.journal.path, history.journal.seals)
     if damage == "broken":
         return _set_all_aside(store, scratches)
-    committed = bool(records) and records[-1].op == "commit"
+    committed = False
+    if records:
+        try:
+            committed = history.is_committed(records[0])
+        except (HistoryDamaged, LogDamaged):
+            return _set_all_aside(store, scratches)
+        except LogUnavailable as error:
+            raise LogUnavailable(
+                f"Whether an unfinished call is committed is not known: {error}. Nothing is changed"
+                " until the log can be read"
+            ) from error
+    else:
+        history.finish_last()
     sentences: tuple[str, ...] = ()
     if not committed:
         # First: undo may remove the evidence that nothing is missing.
@@ -1133,7 +1179,7 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
     if committed:
-        history.finish(records)
+        history.finish_committed(records)
     elif records:
         sentences += changes.undo_unfinished(records)
     for name in store.tree.names(()):

@@ -17,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from difflib import Match, SequenceMatcher
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.journal import Record
@@ -150,10 +150,20 @@ def all_changed(
     return sorted(found)
 
 
+class Side(Protocol):
+    """What is at a path at one time: a :class:`Look` without directories."""
+
+    def node(self, parts: Parts) -> Node | None: ...
+
+    def read(self, parts: Parts) -> bytes: ...
+
+    def link_target(self, parts: Parts) -> str: ...
+
+
 def file_changes(
     paths: Iterable[Parts],
-    before: Look,
-    now: Look,
+    before: Side,
+    now: Side,
     *,
     detail: Detail | None = None,
     effort: Effort | None = None,
@@ -222,14 +232,14 @@ def _known_side(node: Node | None, data: bytes | None) -> _Side:
     return _Side(_UNKNOWN, problem="unknown") if is_unknown else _Side(node, data)
 
 
-def _node(look: Look, parts: Parts) -> Node | None:
+def _node(look: Side, parts: Parts) -> Node | None:
     try:
         return look.node(parts)
     except OSError as error:
         return None if error.errno in _NOTHING_BELOW else _UNKNOWN
 
 
-def _side(look: Look, parts: Parts, node: Node | None, effort: Effort) -> _Side:
+def _side(look: Side, parts: Parts, node: Node | None, effort: Effort) -> _Side:
     if node is None or node.is_directory or (node.kind == "other" and node != _UNKNOWN):
         return _Side(node)
     try:
@@ -335,7 +345,7 @@ def _change(
         added=sum(line.startswith("+") for line in body),
         removed=sum(line.startswith("-") for line in body),
         text="".join(lines),
-        note=_in_words(old, new),
+        note=_in_words(old, new, moved=origin is not None),
         is_binary=is_binary,
         is_complete=is_complete or is_special,  # git knows no pipes
     )
@@ -351,9 +361,11 @@ def _is_text(data: bytes, effort: Effort) -> bool:
     return True
 
 
-def _in_words(old: _Side, new: _Side) -> str:
+def _in_words(old: _Side, new: _Side, *, moved: bool) -> str:
     if "large" in (old.problem, new.problem):
         return f"too large for a diff: {old.words} became {new.words}"
+    if moved and new.problem == "unknown":
+        return "moved, and changed since by somebody else"
     if old.problem == "unknown":
         return f"changed; the previous version is not saved, now {new.words}"
     if new.problem == "unknown":

@@ -193,9 +193,9 @@ class HostFilesystem(OnDisk):
             store = workspace.store
             if workspace.in_place is not None and store.pid == os.getpid() and store.lock.is_held:
                 workspace.roll_back(workspace.in_place)
-            workspace.history.journal.close()
             if workspace.store.pid == os.getpid():
                 workspace.history.compress_new()
+            workspace.history.close()
             workspace.closing()
 
     def __enter__(self) -> Self:
@@ -648,7 +648,7 @@ class HostFilesystem(OnDisk):
         workspace = self._workspace
         with workspace.lock:
             history = workspace.seen_anew()
-            return diff_of(history, [self._serial_of(call_id)], workspace.disk)
+            return diff_of(history, [self._serial_of(call_id)], workspace.tree)
 
     def changed_since(self, token: object) -> tuple[str, ...]:
         """Return the paths that calls have changed since a snapshot, sorted.
@@ -658,8 +658,8 @@ class HostFilesystem(OnDisk):
         serial = self._own_place(token).serial
         with self._workspace.lock:
             history = self._workspace.seen_anew()
-            deltas = history.readable(history.after(serial))
-            return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
+            calls = history.calls(history.after(serial))
+            return tuple(sorted({path for call in calls for path in call.paths}))
 
     def revert_to(self, call_id: str) -> tuple[str, ...]:
         """Undo every call after this one; that is itself a call in the history.
@@ -697,7 +697,7 @@ class HostFilesystem(OnDisk):
         """
         self._check_has_history()
         workspace = self._workspace
-        with self._turn(), workspace.lock, self._lock, workspace.history.keeping():
+        with self._turn(), workspace.lock, self._lock:
             self.check_writable("undo")
             serials = self._serials_of(calls)
             if not serials:
@@ -771,21 +771,12 @@ class HostFilesystem(OnDisk):
     def _serials_of(self, calls: Sequence[str | Committed]) -> list[int]:
         """Return the newest serial of each call."""
         history = self._workspace.history
-        missing = {each for each in calls if isinstance(each, str)}
-        found: dict[str, int] = {}
-        for serial in reversed(history.serials()) if missing else ():
-            for delta in history.readable([serial]):
-                found.setdefault(delta.committed.call_id, serial)
-                missing.discard(delta.committed.call_id)
-            if not missing:
-                break
-        if missing:
-            raise LookupError(f"the history has no call {min(missing)!r}")
+        found = {each: history.newest_of(each) for each in calls if isinstance(each, str)}
         return [found[each] if isinstance(each, str) else each.serial for each in calls]
 
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
-        undoes = [delta.committed.call_id for delta in history.readable(history.after(serial))]
+        undoes = [call.call_id for call in history.calls(history.after(serial))]
 
         def act() -> tuple[str, ...]:
             return go_back(self._open_changes, history, serial)

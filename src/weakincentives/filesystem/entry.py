@@ -154,16 +154,6 @@ class Entry(NamedTuple):
         )
 
 
-def inode_in(values: list[Any]) -> int:
-    """Return the inode in an encoded entry, without decoding it."""
-    return values[7]
-
-
-def digest_in(values: list[Any]) -> str | None:
-    """Return the digest in an encoded entry, without decoding it."""
-    return values[10]
-
-
 def kind_of(mode: int) -> NodeKind:
     return _TYPES.get(stat.S_IFMT(mode), "other")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
-import functools
 import hashlib
 import itertools
 import json
@@ -15,28 +13,29 @@ import os
 import re
 import stat
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from weakincentives.core.call import ToolCall
 from weakincentives.core.clock import SYSTEM_CLOCK, Clock
 from weakincentives.core.gate import ProcessLock
-from weakincentives.core.gc_pause import no_collection
 from weakincentives.core.state import SEAL_SIZE, Seals, no_links
 from weakincentives.errors import (
     ContentDamaged,
     HistoryDamaged,
-    StoreRefused,
+    LogDamaged,
+    LogUnavailable,
     WorkspaceLocked,
 )
+from weakincentives.filesystem.contents import KEPT, Contents
 from weakincentives.filesystem.entry import (
     Entry,
     apply_entry,
     capture,
-    checked_digest,
     copy_content,
     copy_exactly,
     digest_of,
@@ -45,16 +44,12 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.journal import (
     JOURNAL,
-    EncodedEntry,
     Journal,
     Record,
-    read_commit,
-    read_entries,
-    read_journal,
-    read_paths,
 )
+from weakincentives.filesystem.operations import changed
 from weakincentives.filesystem.paths import Parts, join_path
-from weakincentives.filesystem.redo import MakeRedo, Redo, keep, object_in, pack, unpack
+from weakincentives.filesystem.redo import MakeRedo, Redo, keep
 from weakincentives.filesystem.scratch import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
     HISTORY_LIMITS,
@@ -73,13 +68,12 @@ from weakincentives.filesystem.store import (
     write_whole,
 )
 from weakincentives.filesystem.tree import Held, Tree, remove_tree, write_all
+from weakincentives.log import CallRecord, Log, Operation, Summary
+from weakincentives.log import Entry as Value
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 T = TypeVar("T")
-
-MAX_KEPT = 100_000
-"""Records in memory, of about one kilobyte each, while the history is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +95,6 @@ class Committed:
     """The calls that it undid."""
     partly: tuple[str, ...] = ()
     """Those of them of which it left something: what others had changed since."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A committed call with its records, in order."""
-
-    committed: Committed
-    records: tuple[Record, ...]
-    after: Mapping[Parts, Entry | None]
-    """The entry at each path at commit."""
-    kept: Mapping[str, bytes | None]
-    """Contents that the call left, by digest; None for those among the objects."""
-    linked: Mapping[str, Mapping[Parts, int]]
-    """For each removed directory its hard-linked files, with the inode that each had."""
 
 
 BRANCHES = "branches"
@@ -158,34 +138,51 @@ class Past:
     Calls may be committed or trimmed at any time.
     """
 
-    def __init__(self, store: Path, seals: Seals, *, room: int = 0) -> None:
+    def __init__(self, store: Path) -> None:
         self.objects = Objects(store / "objects")
         self.needed_by: list[Callable[[], int | None]] = [_Bases(store)]
         """Each returns the call after which nothing may be removed; None if it needs none."""
-        self._path = store / "history"
-        self._seals = seals
-        self._sizes: dict[int, int] | None = None
-        """The size of each entry, oldest first."""
+        self._store = store
+        self._log: Log | None = None
+        self._log_of = 0
+        """The process that has opened the log."""
+        self._summaries: dict[int, Summary] | None = None
+        """By number, oldest first."""
         self._total: int | None = None
         self._seen_at = _NEVER
-        self._index: tuple[tuple[int, int], Mapping[int, Touched]] = _NEVER, {}
-        self._timed = (0, 0.0)
-        """A serial and its time: each commit asks for that of the oldest."""
         self._last = 0
         self._logged: set[int] = set()
-        self._kept: dict[int, Delta] = {}
-        self._room = room
-        """How many records may still be kept in memory, because they are read several times."""
 
-    @contextlib.contextmanager
-    def keeping(self) -> Generator[None]:
-        """Keep what is read in the block in memory."""
-        self._room = MAX_KEPT
-        try:
-            yield
-        finally:
-            self._room = 0
-            self._kept.clear()
+    def _opened(self) -> Log | None:
+        """Return the log; None if there is none yet."""
+        if self._log is not None and self._log_of == os.getpid():
+            return self._log
+        with contextlib.suppress(LookupError):
+            return self._open(create=False)
+        return None
+
+    def _open(self, *, create: bool, safe: bool = False) -> Log:
+        if self._log is not None:
+            _of_parents.append(self._log)  # closing it here would drop locks of the parent
+        self._log, self._log_of = Log(self._store / LOG, safe=safe, create=create), os.getpid()
+        weakref.finalize(self, _close_log, self._log, self._log_of)
+        return self._log
+
+    @property
+    def contents(self) -> Contents:
+        """Reads what operations name."""
+        log = self._opened()
+        if log is None:
+            raise LookupError("there is no log yet")
+        return Contents(self._store, log)
+
+    def content(self, digest: str) -> bytes:
+        """Return a stored content; raises OSError if it is not there."""
+        log = self._opened()
+        if log is not None:
+            with contextlib.suppress(LookupError):
+                return log.content(digest)
+        return self.objects.read(digest)
 
     @property
     def last(self) -> int:
@@ -201,135 +198,85 @@ class Past:
         """Return the serials after one, newest first."""
         return [known for known in reversed(self.serials()) if known > serial]
 
-    def read(self, serial: int) -> Delta:
-        """Return what a call changed.
+    def touching(self, parts: Parts, *, below: bool = False) -> list[int]:
+        """Return the operations that changed a path or something above it, oldest first.
 
-        Raises:
-            FileNotFoundError: It has been trimmed.
-            HistoryDamaged: Its record is damaged.
+        With ``below``, also those that changed something below it.
         """
-        path = self._file(serial)
-        if serial in self._kept and path.exists():
-            return self._kept[serial]
-        records, damage = read_journal(path, self._seals)
-        if not records and not path.exists():
-            raise FileNotFoundError(errno.ENOENT, "trimmed from the history", str(path))
-        meta = records[-1].data if records else None
-        if damage != "whole" or meta is None or meta.get("serial") != serial:
-            raise _damaged(path, serial)
+        log = self._opened()
+        return [] if log is None else log.touching(parts, below=below)
+
+    def operation(self, number: int) -> Operation:
+        """Return an operation; raises HistoryDamaged or LookupError."""
+        log = self._opened()
+        if log is None:
+            raise LookupError("there is no log yet")
         try:
-            delta = self._delta(records[:-1], meta)
-        except (LookupError, TypeError, ValueError) as error:
-            raise _damaged(path, serial) from error
-        if len(delta.records) < self._room:
-            self._room -= len(delta.records)
-            self._kept[serial] = delta
-        return delta
+            return log.read(number)
+        except HistoryDamaged as error:
+            raise HistoryDamaged(
+                f"The record of change {number} is damaged: it can be neither shown nor undone. The"
+                " others are not affected"
+            ) from error
 
-    def readable(self, serials: Iterable[int]) -> Iterator[Delta]:
-        """Yield what some calls changed; skip trimmed and damaged ones."""
-        return self._readable(serials, self.read)
+    def operations(self, numbers: Iterable[int]) -> tuple[list[Operation], list[str]]:
+        """Return what the log has of some numbers, and a sentence for each damaged one."""
+        found, sentences = list[Operation](), list[str]()
+        for number in numbers:
+            try:
+                found.append(self.operation(number))
+            except HistoryDamaged as error:
+                sentences.append(str(error))
+            except LookupError:
+                continue  # trimmed
+        return found, sentences
 
-    def calls(self, serials: Iterable[int]) -> Iterator[Committed]:
-        """Yield some calls without what they changed, which is faster."""
-        return self._readable(serials, self._call)
-
-    def _call(self, serial: int) -> Committed:
-        found = read_paths(self._file(serial), self._seals)
-        if found is None or found[0].get("serial") != serial:
-            return self.read(serial).committed
-        return _committed(*found)
-
-    def redo(self, serial: int) -> Redo | None:
-        """Return what a call's record holds for its session; None for nothing."""
-        try:
-            meta = read_commit(self._file(serial), self._seals)
-        except FileNotFoundError:  # trimmed
-            return None
-        return None if meta is None else unpack(meta.get("redo"), self.objects)
-
-    def entries(
-        self, serial: int
-    ) -> tuple[Committed, dict[str, tuple[EncodedEntry, EncodedEntry]]] | None:
-        """Return a call, and what was at each path before and after it, without decoding that.
-
-        None if that is not so easy: then ``read`` it.
-        """
-        found = read_entries(self._file(serial), self._seals)
-        if found is None or found[0].get("serial") != serial:
-            return None
-        return _committed(found[0], found[1].keys()), found[1]
-
-    def _readable(self, serials: Iterable[int], read: Callable[[int], T]) -> Iterator[T]:
+    def readable(self, serials: Iterable[int]) -> Iterator[Operation]:
+        """Yield some operations; skip trimmed and damaged ones."""
         for serial in serials:
             try:
-                yield read(serial)
-            except FileNotFoundError:
-                continue
+                yield self.operation(serial)
             except HistoryDamaged as error:
                 if serial not in self._logged:
                     self._logged.add(serial)
                     logger.error("%s", error)
+            except LookupError:
+                continue  # trimmed
+
+    def calls(self, serials: Iterable[int]) -> Iterator[Committed]:
+        """Yield what some operations say of their calls; skip trimmed and damaged ones."""
+        return map(committed, self.readable(serials))
+
+    def newest_of(self, call_id: str) -> int:
+        """Return the newest operation of a call that is not damaged; else raises LookupError."""
+        log = self._opened()
+        for operation in self.readable([] if log is None else log.numbers_of(call_id)):
+            return operation.number
+        raise LookupError(f"the history has no call {call_id!r}")
+
+    def redo(self, serial: int) -> Redo | None:
+        """Return what a call's operation holds for its session; None for nothing."""
+        log = self._opened()
+        with contextlib.suppress(LookupError, TypeError, ValueError, HistoryDamaged):
+            text = None if log is None else log.read(serial).redo
+            return None if text is None else Redo.decode(json.loads(text))
+        return None
 
     def damaged(self, serials: Iterable[int] | None = None) -> dict[int, HistoryDamaged]:
         """Return the error of each damaged call, by default of all calls."""
         found: dict[int, HistoryDamaged] = {}
         for serial in self.serials() if serials is None else serials:
             try:
-                self.read(serial)
-            except FileNotFoundError:
+                self.operation(serial)
+            except LookupError:
                 continue
             except HistoryDamaged as error:
                 found[serial] = error
         return found
 
-    def _delta(self, records: Sequence[Record], meta: Mapping[str, Any]) -> Delta:
-        entries = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
-        # Later records with the same saved file only say what else the call put there.
-        firsts = _firsts(records)
-        changes = tuple(
-            replace(
-                record, path=path, others=(), before=_in_full(record.before, entries.get(index))
-            )
-            for index, record in enumerate(records)
-            if record.is_change and firsts.get(record.saved, index) == index
-            for path in (record.path, *record.others)
-        )
-        paths = {join_path(parts) for record in changes for parts in record.paths}
-        kept = {
-            checked_digest(digest): None if text is None else base64.b64decode(text)
-            for digest, text in meta.get("kept", {}).items()
-        }
-        linked: dict[str, dict[Parts, int]] = {}
-        for saved, path, ino in meta.get("linked", ()):
-            linked.setdefault(str(saved), {})[checked_parts(path)] = int(ino)
-        return Delta(_committed(meta, paths), changes, _after(meta), kept, linked)
-
-    def left(self, delta: Delta, entry: Entry) -> bytes:
-        """Return the content of a file as a call left it.
-
-        Raises:
-            FileNotFoundError: It was not kept.
-        """
-        digest = entry.digest or ""
-        data = delta.kept.get(digest)
-        if data is None:
-            return self.objects.read(digest)
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ContentDamaged(errno.EBADMSG, "its saved content is damaged")
-        return data
-
-    def moment(self, serial: int) -> int:
-        """Return when a call was committed, by the clock that files have, in nanoseconds."""
-        return os.stat(self._file(serial)).st_mtime_ns
-
-    def trees(self, serial: int) -> Path:
-        """Return the folder with the directories that a call removed."""
-        return self._path / f"{serial:012d}.trees"
-
     def look_again(self) -> None:
-        """Read the names of the entries again: other processes may have added and trimmed some."""
-        self._sizes = None
+        """Read again which calls there are: other processes may have added and trimmed some."""
+        self._summaries = None
 
     def refresh(self) -> None:
         """Look again, if anything has changed since the last time; for readers without the lock."""
@@ -340,27 +287,8 @@ class Past:
 
     def changed_at(self) -> tuple[int, int]:
         """Return a value that differs after every commit and trim."""
-        changed = size = 0
-        with contextlib.suppress(FileNotFoundError):
-            changed = os.stat(self._path).st_mtime_ns
-            # Two commits may have the same time: it advances by milliseconds.
-            size = os.stat(self._path / INDEX).st_size
-        return changed, size
-
-    def index(self) -> Mapping[int, Touched]:
-        """Return the paths that each call changed, without reading what it changed there."""
-        changed_at = self.changed_at()
-        if changed_at == self._index[0]:
-            return self._index[1]
-        found: dict[int, Touched] = {}
-        with no_collection():
-            for values in self._index_lines():
-                with contextlib.suppress(ValueError, TypeError):
-                    serial, paths, moves = values
-                    moved = tuple((str(origin), str(path)) for origin, path in moves)
-                    found[int(serial)] = Touched(None if paths is None else frozenset(paths), moved)
-        self._index = changed_at, found
-        return found
+        log = self._opened()
+        return (0, 0) if log is None else log.position()
 
     def oldest_needed(self) -> int | None:
         """Return the call after which nothing may be removed; None if none is needed."""
@@ -371,11 +299,11 @@ class Past:
         """Yield the calls beyond some limits, oldest first, up to the oldest one still needed."""
         sizes = self._known()
         if self._total is None:
-            self._total = sum(sizes.values())
+            self._total = sum(each.size for each in sizes.values())
         total, count = self._total, len(sizes)
         needed: float | None = None
-        for serial, size in sizes.items():
-            if not limits.are_exceeded(total, count, functools.partial(self._time, serial), now):
+        for serial, (_, _, size, time) in sizes.items():
+            if not limits.are_exceeded(total, count, partial(float, time), now):
                 return
             if needed is None:  # asked only then: every commit comes here
                 oldest = self.oldest_needed()
@@ -386,101 +314,46 @@ class Past:
             yield serial
             total, count = total - size, count - 1
 
-    def uses(self) -> Uses:
-        """Return how many calls refer to each object."""
-        uses = self._counting()
-        uses.count(sys.maxsize)
-        return uses
+    def unused(self) -> tuple[set[str], set[str]]:
+        """Return the digests of the files that only removed operations needed, and of those that
+        no operation has ever needed: a loss of power can have cost its rows.
+        """
+        log = self._opened()
+        if log is None:
+            return set(), set(self.objects)
+        unneeded = set(self.objects) - log.needed()
+        unused = unneeded & log.garbage()
+        return unused, unneeded - unused
 
-    def _counting(self) -> Uses:
-        return Uses(self, self._known())
-
-    def _time(self, serial: int) -> float:
-        """Return when a call was committed, without reading its entry; 0 if the entry is gone."""
-        if self._timed[0] != serial:
-            with contextlib.suppress(FileNotFoundError):
-                self._timed = (serial, os.stat(self._file(serial)).st_mtime)
-                return self._timed[1]
-            return 0.0
-        return self._timed[1]
-
-    def _index_lines(self) -> Iterator[Any]:
-        with contextlib.suppress(FileNotFoundError):
-            lines = (self._path / INDEX).read_bytes().split(b"\n")[:-1]
-            try:
-                yield from json.loads(b"[%b]" % b",".join(lines))  # several times as fast
-            except ValueError:  # a line was cut short by a kill
-                for line in lines:
-                    with contextlib.suppress(ValueError):
-                        yield json.loads(line)
-
-    def _known(self) -> dict[int, int]:
-        if self._sizes is None:
-            sizes: dict[int, int] = {}
-            with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
-                for each in found:
-                    if each.is_symlink():
-                        raise StoreRefused(
-                            f"{each.path} is a symbolic link, which wink never creates"
-                        )
-                    if named := NAMED.fullmatch(each.name):
-                        sizes[int(named[1])] = int(named[2])
-            self._sizes = dict(sorted(sizes.items()))
-            self._last = max(self._sizes, default=0)
-        return self._sizes
-
-    def _file(self, serial: int) -> Path:
-        size = self._known().get(serial)
-        if size is None:
-            raise FileNotFoundError(errno.ENOENT, "trimmed from the history", str(serial))
-        return self._path / f"{serial:012d}-{size}"
+    def _known(self) -> dict[int, Summary]:
+        if self._summaries is None:
+            log = self._opened()
+            found = [] if log is None else log.summaries()
+            self._summaries = {each.number: each for each in found}
+            self._last = max(self._summaries, default=0)
+        return self._summaries
 
 
-NAMED = re.compile("([0-9]{12,})-([0-9]+)")
-"""The file name of an entry: its serial and its size."""
-INDEX = "index"
-"""The file with the paths that each call changed. It only saves time, so it has no seals."""
-_MOST_INDEXED = 1000
-_INLINE = 16 << 10
-"""Bytes; contents of up to this size are kept in the record of a call, not as objects."""
-
-
-class Touched(NamedTuple):
-    """The paths that a call changed."""
-
-    paths: frozenset[str] | None
-    """None if there are many."""
-    moves: tuple[tuple[str, str], ...] = ()
-    """What it moved: from where to where."""
-
-
-def _touched(serial: int, records: Sequence[Record]) -> bytes:
-    """Return a call's line in the index."""
-    changes = [record for record in records if record.is_change]
-    paths = {"/".join(parts) for record in changes for parts in record.paths}
-    moves = [("/".join(r.origin), "/".join(r.path)) for r in changes if r.origin is not None]
-    few = len(paths) <= _MOST_INDEXED
-    return json.dumps([serial, sorted(paths) if few else None, moves if few else []]).encode()
-
-
-def _committed(meta: Mapping[str, Any], paths: Iterable[str]) -> Committed:
+def committed(operation: Operation) -> Committed:
+    """Return what an operation says of its call."""
+    call = operation.call
+    assert call is not None
+    paths = {join_path(path) for path, before, *_ in operation.changes if not _is_inside(before)}
     return Committed(
-        serial=meta["serial"],
-        call_id=meta["call"],
-        tool=meta["tool"],
-        time=meta["time"],
+        serial=operation.number,
+        call_id=call.id,
+        tool=call.tool,
+        time=call.started,
         paths=tuple(sorted(paths)),
-        size=meta["size"],
-        undoes=tuple(meta.get("undoes", ())),
-        partly=tuple(meta.get("partly", ())),
+        size=operation.size,
+        undoes=operation.undone,
+        partly=operation.partly,
     )
 
 
-def _damaged(path: Path, serial: int) -> HistoryDamaged:
-    return HistoryDamaged(
-        f"The record of change {serial} is damaged ({path}): it can be neither shown nor undone."
-        " The others are not affected"
-    )
+def _is_inside(before: Value | None) -> bool:
+    """Whether something went with a directory that has a change of its own."""
+    return before is not None and before.kind == "file" and before.content.startswith("@")
 
 
 class History(Past):
@@ -489,38 +362,107 @@ class History(Past):
     def __init__(
         self, store: Store, *, limits: Limits = HISTORY_LIMITS, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        super().__init__(store.path, store.seals(JOURNAL))
+        super().__init__(store.path)
         self.store = store
-        self.journal = Journal(store)
+        self.journal = Journal(store, self._head)
         self.unfinished: Callable[[], object] | None = None
         """Finishes an earlier transaction; called before the next one begins."""
         self.limits = limits
         self._clock = clock
-        self._uses: Uses | None = None
         self._new: list[tuple[int, str]] = []
         """Size and digest of objects that are new since the workspace was opened."""
         self.own: set[int] = set()
         """The serials of what this process has committed."""
+        self.is_in_doubt = False
+        """Whether the log could not be asked if the open transaction is committed."""
+        self._gone: list[str] = []
+        """What only removed operations named, and is removed, too."""
+        self.interrupt: BaseException | None = None
+        """What interrupted a commit that was made nevertheless."""
+
+    @property
+    def log(self) -> Log:
+        """The log, opened when it is first needed: calls that change nothing never do."""
+        if self._log is not None and self._log_of == os.getpid():
+            return self._log
+        return self._open(create=True, safe=self.store.safe)
+
+    def _opened(self) -> Log | None:
+        if self._log is not None and self._log_of == os.getpid():
+            return self._log
+        return self.log if (self._store / LOG).exists() else None
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether there is a history at all."""
+        return self.limits.size > 0 or self.oldest_needed() is not None
+
+    def _head(self) -> int:
+        if not self._is_kept:
+            return 0
+        try:
+            self.log.position()
+            return self.log.head()
+        except LogDamaged as error:
+            self._set_aside(error)
+            return self.log.head()
+
+    def _known(self) -> dict[int, Summary]:
+        try:
+            return super()._known()
+        except LogDamaged as error:
+            self._set_aside(error)
+            return super()._known()
+
+    def _set_aside(self, error: LogDamaged) -> None:
+        """Move a malformed database away: another one begins."""
+        log, self._log = self._log, None
+        if log is not None:
+            _close_log(log, self._log_of)
+        self.look_again()
+        place = left_in(self._store, (LOG,))
+        for suffix in ("-wal", "-shm", ""):  # last the database itself: a kill repeats this
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._store / f"{LOG}{suffix}", f"{place}{suffix}")
+        logger.error(
+            "%s. It is set aside in %s, and a new log begins: the calls in it can no longer be"
+            " undone. The files of the directory are not affected",
+            error,
+            place,
+        )
+
+    def close(self) -> None:
+        """Close the journal and the log."""
+        self.journal.close()
+        log, self._log = self._log, None
+        if log is not None:
+            _close_log(log, self._log_of)
+
+    def is_committed(self, first: Record) -> bool:
+        """Tell whether a transaction with this first record is committed: the log decides that.
+
+        Raises:
+            LogUnavailable: It cannot be asked now.
+            HistoryDamaged: It is not the log that it was when the transaction began.
+        """
+        log = self._opened()
+        if log is not None and log.has(first.operation):
+            return True
+        if first.head > (0 if log is None else log.head()):
+            raise HistoryDamaged(f"{self._store / LOG} lacks what it had when a call began")
+        return False
 
     def look_again(self) -> None:
-        before, self._sizes, self._total = self._sizes, None, None
-        if before is not None and self._uses is not None:
-            now = self._known()
-            for serial in before.keys() - now.keys():
-                self._uses.forget(serial)
-            for serial in now.keys() - before.keys():
-                self._uses.expect(serial)
+        super().look_again()
+        self._total = None
 
     def catch_up(self) -> None:
         """Drop what other processes may have changed; one of them has finished what we had not."""
         self.journal.close()
         self.unfinished = None
+        if self._log is not None and not self._log.is_at_its_path():
+            self.close()  # another process has set a malformed one aside
         self.look_again()
-
-    def copy_tree(self, delta: Delta, saved: str, tree: Tree, name: str) -> None:
-        """Copy a directory that a call removed."""
-        with contextlib.closing(Tree(self.trees(delta.committed.serial))) as trees:
-            copy_exactly(trees, (saved,), tree, (name,))
 
     # Adding
 
@@ -545,55 +487,108 @@ class History(Past):
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
             return None
-        if self.limits.size <= 0 and self.oldest_needed() is None:
+        if not self._is_kept:
             self._trim()
             self.journal.cut(0)  # no history: dropping the journal is the commit
             return None
-        serial = self.last + 1
+        first = records[0]
+        try:
+            serial, undone = self.log.last + 1, self._numbers_of(undoes)
+        except LogDamaged as error:
+            self._set_aside(error)
+            raise
         self.own.add(serial)
         entries, size, linked = self._entries(records, tree)
-        meta: dict[str, Any] = {
-            "serial": serial,
-            "call": f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
-            "tool": "" if call is None else call.name,
-            "time": self._clock.time(),
-            "entries": [(index, entries[index].encode()) for index in sorted(entries)],
-            "left": [["/".join(parts), each and each.encode()] for parts, each in after.items()],
-            "size": size + sum(map(len, (contents or {}).values())),
-            "undoes": list(undoes),
-            "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
-        }
-        if partly:
-            meta["partly"] = list(partly)
-        if linked:
-            meta["linked"] = linked
-        packed = None if redo is None else pack(redo(), self.objects, safe=self.store.safe)
-        if packed is not None:
-            meta["redo"] = packed
-            if digest := object_in(packed):
-                meta["kept"][digest] = None  # counted like other contents
-        commit = Record(op="commit", data=meta)
-        self.journal.append(commit)
-        finish = functools.partial(self.finish, [*records, commit], entries)
+        changes = changed(first.operation, records, entries, after, self.store.tree, tree, linked)
+        kept = contents or {}
+        lines = None if redo is None else redo()
+        operation = Operation(
+            id=first.operation,
+            number=serial,
+            parent=first.head,
+            kind="undo" if undoes else "call",
+            call=CallRecord(
+                id=f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
+                tool="" if call is None else call.name,
+                started=self._clock.time(),
+            ),
+            changes=changes.changes,
+            undoes=undone,
+            undone=tuple(undoes),
+            partly=tuple(partly),
+            times=changes.times,
+            size=size + sum(map(len, kept.values())),
+            moment=self._now_ns(),
+            redo=None if lines is None else json.dumps(lines.encode()),
+        )
+        needs = {each.digest for each in entries.values() if each.digest and each.kind == "file"}
+        self._decide(operation, (*changes.manifests, *kept.values()), needs)
+        if self._summaries is not None:
+            time = 0.0 if operation.call is None else operation.call.started
+            self._summaries[serial] = Summary(serial, operation.id, operation.size, time)
+            self._total = None if self._total is None else self._total + operation.size
+        self._last = serial
+        finish = partial(self._finish, records, entries)
         try:
             finish()
         except OSError as error:
             # It is committed nevertheless.
-            logger.warning("The history of %s will be saved later: %s", meta["call"], error)
+            logger.warning("The originals of change %s will be kept later: %s", serial, error)
             self.unfinished = finish
-            self._last = serial
             return None
         self._trim()
         if self._seen_at != _NEVER:  # no other process can have added anything meanwhile
-            self._seen_at = self.changed_at()
+            self._seen_at = _NEVER
+            with contextlib.suppress(LogUnavailable):  # the call is committed
+                self._seen_at = self.changed_at()
         return serial
 
-    def _content(self, data: bytes) -> str | None:
-        """Return a small content as text; others become objects."""
-        if len(data) <= _INLINE:
-            return base64.b64encode(data).decode()
-        self.objects.add(data, safe=self.store.safe)
-        return None
+    def _now_ns(self) -> int:
+        """Return the time that a file would have now."""
+        os.utime(self.store.tx_fd)
+        return os.fstat(self.store.tx_fd).st_mtime_ns
+
+    def _decide(
+        self,
+        operation: Operation,
+        contents: Iterable[bytes],
+        needs: Iterable[str],
+    ) -> None:
+        """Append an operation to the log: that is the commit point.
+
+        Whether it is committed, the log alone says, whatever happens meanwhile.
+        """
+        rows = list(contents)
+        large = [data for data in rows if len(data) > CONTENT_IN_ROW]
+        stored = [self.objects.add(data, safe=self.store.safe) for data in large]
+        try:
+            self.log.append(
+                operation,
+                contents=[data for data in rows if len(data) <= CONTENT_IN_ROW],
+                needs=(*needs, *stored),
+            )
+        except BaseException as error:
+            try:
+                is_there = self.log.has(operation.id)
+            except LogDamaged as damage:
+                self._set_aside(damage)  # it decides nothing any more
+                raise
+            except LogUnavailable:
+                self.is_in_doubt = True
+                raise
+            if not is_there:
+                raise
+            if not isinstance(error, LogUnavailable):
+                self.interrupt = error
+
+    def _numbers_of(self, call_ids: Iterable[str]) -> tuple[int, ...]:
+        """Return the newest operation of each call; of one that is named twice the newest two."""
+        known: dict[str, Iterator[int]] = {}
+        found: list[int] = []
+        for each in call_ids:
+            numbers = known.setdefault(each, iter(self.log.numbers_of(each)))
+            found += itertools.islice(numbers, 1)
+        return tuple(sorted(found))
 
     def finish_earlier(self) -> None:
         """Finish an earlier transaction, or raise if that still fails."""
@@ -601,12 +596,32 @@ class History(Past):
             self.unfinished()
             self.unfinished = None
 
-    def finish(self, records: Sequence[Record], entries: Mapping[int, Entry] | None = None) -> None:
-        """Move the saved files of a committed transaction into the history. Idempotent."""
-        meta: dict[str, Any] = records[-1].data or {}
-        serial, size = int(meta["serial"]), int(meta["size"])
-        if entries is None:
-            entries = {int(index): Entry.decode(encoded) for index, encoded in meta["entries"]}
+    def finish_committed(self, records: Sequence[Record]) -> None:
+        """Finish a transaction that the log has, given its journal."""
+        self.look_again()
+        self._finish(records, self._displaced(records))
+
+    def _displaced(self, records: Sequence[Record]) -> dict[int, Entry]:
+        """Return the entries of what is still in the stash, by the numbers of their records."""
+        # The commit has copied to the store what was in scratch directories elsewhere.
+        records = [replace(each, scratch=None) for each in records]
+        found = [*replaced(records, self.store.tree, self.store.tree)]
+        found += _found_replaced(records)
+        limit = self._limit
+        entries: dict[int, Entry] = {}
+        for index, entry, source in found:
+            if entry.kind == "file":
+                if entry.size > limit:
+                    continue
+                try:
+                    entry = entry._replace(digest=entry.digest or self._digest(source, entry.size))
+                except FileNotFoundError:
+                    continue  # it is kept already
+            entries[index] = entry
+        return entries
+
+    def _finish(self, records: Sequence[Record], entries: Mapping[int, Entry]) -> None:
+        """Keep what a committed transaction displaced, and drop its journal. Idempotent."""
         edits = [index for index in sorted(entries) if records[index].in_place]
         # Files changed in place first: a removed file may be the same one.
         for index in [*edits, *(entries.keys() - edits)]:
@@ -614,34 +629,72 @@ class History(Past):
             if entry.kind == "directory":
                 # The files in it that were edited later through another hard link.
                 edited = {entries[n].ino: entries[n] for n in reversed(edits) if n > index}
-                self._settle_directory(record.saved or "", serial, edited)
+                self._settle_directory(record.saved or "", records[0].operation, edited)
             else:
                 self._settle_file(record.source or Source(record.saved or ""), entry)
-        # First: readers take the size of the index for a sign of a commit.
-        self._add_to_index(_touched(serial, records))
-        self.journal.move(f"{self._path}/{serial:012d}-{size}")
-        if self._sizes is not None and serial not in self._sizes:
-            self._sizes[serial] = size
-            self._total = None if self._total is None else self._total + size
-            if self._uses is not None:
-                self._uses.expect(serial)
-        self._last = max(self._last, serial)
+        self.journal.drop()
 
-    def _add_to_index(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # without the line, the entry itself is read
-            try:
-                append_line(self._path / INDEX, line)
-            except FileNotFoundError:
-                self._path.mkdir(mode=0o700)
-                append_line(self._path / INDEX, line)
+    def finish_last(self) -> None:
+        """Keep what the last transaction displaced, if a loss of power has only cost its journal.
+
+        Names in the stash are used again: a file there is recognised by its content.
+        """
+        if (operation := self._newest()) is None:
+            return
+        missing: set[str] = set()
+        for change in operation.changes:
+            before = change.before
+            top, _, name = ("", "", "") if before is None else before.content.partition("/")
+            if before is not None and before.is_directory and top == f"@{operation.id}":
+                (name,) = checked_parts(name)[:1] if "/" not in name else ("",)
+                if name and not (self._store / KEPT / operation.id / name).exists():
+                    self._settle_directory(name, operation.id, {})
+            elif before is not None and before.kind == "file" and before.content and not name:
+                missing.add(before.content)
+        contents = self.contents
+        missing = {digest for digest in missing if not contents.has(digest)}
+        for name, entry in self._in_stash() if missing else ():
+            if entry.kind == "file" and entry.digest in missing:
+                self._settle_file(Source(name), entry)
+
+    def _newest(self) -> Operation | None:
+        if not self._known():
+            return None
+        with contextlib.suppress(HistoryDamaged, LookupError):
+            return self.operation(self.last)
+        return None
+
+    def _in_stash(self) -> Iterator[tuple[str, Entry]]:
+        for name in self.store.tree.names(()):
+            with contextlib.suppress(OSError):
+                entry = capture(self.store.tree, (name,), read=True)
+                if entry is not None:
+                    yield name, entry
 
     def leftovers(self) -> set[str]:
-        """Return the names that a finished transaction may have left in its directory."""
-        if self.journal.path.exists():
-            # Without a history, an empty journal is a commit.
-            return set(self.store.tree.names(())) if self.limits.size <= 0 else set()
-        records = [delta.records for delta in self.readable([self.last] if self.last else [])]
-        return {name for each in records for record in each for name in record.names}
+        """Return the names in the stash of what a finished transaction has kept elsewhere."""
+        if self.journal.path.exists() and self.journal.path.stat().st_size:
+            return set()
+        if self.limits.size <= 0:  # an empty journal is a commit
+            return set(self.store.tree.names(()))
+        if (operation := self._newest()) is None:
+            return set()
+        befores = [each.before for each in operation.changes if each.before is not None]
+        links = {each.content for each in befores if each.kind == "link"}
+        has_pipe = any(each.kind == "pipe" for each in befores)
+        contents = self.contents
+        return {
+            name
+            for name, entry in self._in_stash()
+            if (entry.digest is not None and entry.kind == "file" and contents.has(entry.digest))
+            or (entry.kind == "link" and entry.target in links)
+            or (entry.pipe and has_pipe)
+        }
+
+    @property
+    def _limit(self) -> int:
+        """Larger files are not kept."""
+        return self.limits.size if self.oldest_needed() is None else sys.maxsize
 
     def _entries(
         self, records: Sequence[Record], tree: Tree
@@ -652,11 +705,8 @@ class History(Past):
         entries: dict[int, Entry] = {}
         linked: list[tuple[str, str, int]] = []
         total = 0
-        limit = self.limits.size if self.oldest_needed() is None else sys.maxsize
-        found = list(replaced(records, self.store.tree, tree, limit))
-        for index, record in enumerate(records):
-            if record.source is not None and record.after is None and record.before is not None:
-                found.append((index, record.before, record.source))
+        limit = self._limit
+        found = [*replaced(records, self.store.tree, tree, limit), *_found_replaced(records)]
         for index, entry, source in found:
             if entry.kind == "directory":
                 inside = list(self.store.tree.walk((source.name,)))
@@ -712,13 +762,11 @@ class History(Past):
         with Held(_open_own(own)) as fd:
             objects.add(fd, safe=self.store.safe)
 
-    def _settle_directory(self, name: str, serial: int, edited: Mapping[int, Entry]) -> None:
+    def _settle_directory(self, name: str, operation: str, edited: Mapping[int, Entry]) -> None:
         if self.store.tree.status((name,)) is not None:
             self._part_links(name, edited)
-            trees = self.trees(serial)
+            trees = self.store.path / KEPT / operation
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Of a call with the same serial, whose removal a kill has cut short.
-            remove_tree(trees / name)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
     def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
@@ -766,76 +814,74 @@ class History(Past):
         """
         try:
             self._remove_beyond(self.limits, TRIMMED_AT_ONCE)
-        except OSError as error:
+        except (OSError, LogUnavailable) as error:
             logger.warning("The history could not be trimmed; this will be retried: %s", error)
 
     def prune(self, limits: Limits) -> int:
-        """Remove all entries beyond some limits at once; returns how many."""
-        return self._remove_beyond(limits, sys.maxsize)
+        """Remove all calls beyond some limits at once; returns how many."""
+        count = self._remove_beyond(limits, sys.maxsize)
+        if (log := self._opened()) is not None:
+            log.compact()
+        return count
 
-    def _counting(self) -> Uses:
-        self._uses = self._uses or super()._counting()
-        return self._uses
+    def sweep(self) -> tuple[int, int]:
+        """Remove what a kill has left of removed operations, and set aside what has no rows.
 
-    def remove_stray_trees(self) -> None:
-        """Remove directories whose entry was trimmed just before a kill."""
-        known = {self.trees(serial).name for serial in self._known()}
+        Returns how many contents were removed, and how many things were set aside.
+        """
+        unused, unnamed = self.unused()
+        for digest in unused:
+            self.objects.remove(digest)
+        for digest in unnamed:
+            self._set_content_aside(digest)
+        known, log = {each.id for each in self._known().values()}, self._opened()
+        garbage = set[str]() if log is None else log.garbage()
+        strays = set[str]()
         with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._path):
-                if name.endswith(".trees") and name not in known:
-                    remove_tree(self._path / name)
+            strays = set(os.listdir(self._store / KEPT)) - known
+        for name in strays:
+            if name in garbage:
+                remove_tree(self._store / KEPT / name)
+            else:
+                os.rename(self._store / KEPT / name, left_in(self._store, (name,)))
+        if garbage and log is not None:
+            log.remove((), gone=garbage)
+        self._gone.clear()
+        return len(unused), len(unnamed) + len(strays - garbage)
+
+    def _set_content_aside(self, digest: str) -> None:
+        place = left_in(self._store, (digest,))
+        with (
+            contextlib.closing(Tree(place.parent)) as folder,
+            contextlib.suppress(ContentDamaged),
+            Held(self.objects.open(digest)) as reading,
+            new_file(folder.fd, place.name) as writing,
+        ):
+            copy_content(reading, writing)
+            os.fsync(writing)  # it goes from the objects now
+        self.objects.remove(digest)
 
     def _remove_beyond(self, limits: Limits, most: int) -> int:
-        """Remove up to ``most`` entries, after counting up to ``most`` for their references."""
-        beyond = list(itertools.islice(self.beyond(limits, self._clock.time()), most))
-        if not beyond:
-            return 0
-        uses = self._counting()
-        if not uses.count(most):
-            return 0
-        try:
-            self._remove(beyond, uses, safe=self.store.safe or most == sys.maxsize)
-        except BaseException:
-            self._uses = None  # count again: an entry may still be there
-            raise
-        return len(beyond)
-
-    def _remove(self, serials: Iterable[int], uses: Uses, *, safe: bool) -> None:
-        """Remove entries, then what only they needed: a kill leaves no entry that lacks something.
+        """Remove up to ``most`` calls, rows first: a kill leaves no call that lacks something.
 
         What it leaves of the rest, the next ``prune`` removes.
         """
-        unused: set[str] = set()
-        trees: list[Path] = []
-        for serial in serials:
+        beyond = list(itertools.islice(self.beyond(limits, self._clock.time()), most))
+        if not beyond:
+            return 0
+        for serial in beyond:
             keep(self.store.path, self.redo(serial))
-            self._file(serial).unlink(missing_ok=True)
-            unused |= uses.forget(serial)
-            trees.append(self.trees(serial))
-            size = self._known().pop(serial)
-            self.own.discard(serial)
-            self._total = None if self._total is None else self._total - size
-        if safe:
-            with Held(os.open(self._path, os.O_RDONLY)) as fd:
-                os.fsync(fd)
-        for digest in unused:
-            self.store.objects.remove(digest)
-        for each in trees:
-            remove_tree(each)
-        self._shorten_index()
-
-    def _shorten_index(self) -> None:
-        """Drop the trimmed calls from the index, once they are most of it."""
-        index = self._path / INDEX
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.getsize(index) < _SHORT:
-                return
-            lines = index.read_bytes().split(b"\n")[:-1]
-            first = min(self._known(), default=0)
-            found = ((each, re.match(rb"\[([0-9]+),", each)) for each in lines)
-            kept = [line for line, serial in found if serial and int(serial[1]) >= first]
-            if len(kept) * 2 < len(lines):
-                write_whole(index, b"".join(each + b"\n" for each in kept), safe=False)
+        safe = self.store.safe or most == sys.maxsize
+        garbage = self.log.remove(beyond, gone=self._gone, safe=safe)
+        self._gone.clear()
+        self.own.difference_update(beyond)
+        self.look_again()
+        for digest in garbage.contents:
+            self.objects.remove(digest)
+        for each in garbage.ids:
+            remove_tree(self._store / KEPT / each)
+        self._gone += (*garbage.contents, *garbage.ids)
+        return len(beyond)
 
     # Compressing
 
@@ -861,61 +907,23 @@ COMPRESSED_AT_ONCE = 256
 COMPRESSED_BYTES = 4 << 20
 """How many objects, and bytes of them, are compressed when a workspace is closed."""
 
+LOG = "log.db"
+"""The name of the log in a store."""
+CONTENT_IN_ROW = 64 << 10
+"""Bytes; larger contents are files."""
+_of_parents: list[Log] = []
+"""Logs that were open before a fork."""
+
+
+def _close_log(log: Log, process: int) -> None:
+    if process == os.getpid():
+        log.close()
+
+
 _LINKED = 1000
 """How many hard-linked files in removed directories a commit notes, to link them again."""
-_SHORT = 64 << 10
-"""Bytes; a shorter index is left as it is."""
 TRIMMED_AT_ONCE = 64
-"""How many entries one commit may read, and how many it may remove."""
-
-
-class Uses:
-    """Reference counts of objects, built a few entries at a time."""
-
-    def __init__(self, history: Past, serials: Iterable[int]) -> None:
-        self._history = history
-        self._uncounted = sorted(serials)
-        self._counts: Counter[str] = Counter()
-        self._counted: dict[int, set[str]] = {}
-        """The objects of each counted entry: another process may trim it."""
-        self.damaged: set[int] = set()
-        """Unreadable entries: while one is left, no object is known to be unused."""
-
-    def __getitem__(self, digest: str) -> int:
-        """Return how many counted entries refer to an object."""
-        return self._counts[digest]
-
-    def expect(self, serial: int) -> None:
-        """Add an entry to be counted later."""
-        self._uncounted.append(serial)
-
-    def count(self, most: int) -> bool:
-        """Count some entries; True when all are counted."""
-        for _ in range(min(most, len(self._uncounted))):
-            serial = self._uncounted.pop()
-            try:
-                digests = self._counted[serial] = self._digests(serial)
-                self._counts.update(digests)
-            except HistoryDamaged:
-                self.damaged.add(serial)
-            except FileNotFoundError:
-                continue
-        return not self._uncounted
-
-    def forget(self, serial: int) -> set[str]:
-        """Remove an entry from the counts; returns the objects that are now unused."""
-        self.damaged.discard(serial)
-        if serial in self._uncounted:
-            self._uncounted.remove(serial)
-        digests = self._counted.pop(serial, set())
-        self._counts.subtract(digests)
-        return set() if self.damaged else {each for each in digests if self._counts[each] <= 0}
-
-    def _digests(self, serial: int) -> set[str]:
-        delta = self._history.read(serial)
-        befores = [record.before for record in delta.records]
-        found = {each.digest for each in befores if each is not None and each.digest is not None}
-        return found.union(digest for digest, data in delta.kept.items() if data is None)
+"""How many calls one commit may remove."""
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -963,11 +971,11 @@ def replaced(
                 yield index, entry._replace(ino=before.ino), source
 
 
-def _in_full(before: Entry | None, entry: Entry | None) -> Entry | None:
-    """Return the entry of the saved file, which may be a copy, with the original's identity."""
-    if before is None or entry is None:
-        return entry or before
-    return entry._replace(ino=before.ino, ctime_ns=before.ctime_ns)
+def _found_replaced(records: Sequence[Record]) -> Iterator[tuple[int, Entry, Source]]:
+    """Yield what other programs replaced."""
+    for index, record in enumerate(records):
+        if record.source is not None and record.after is None and record.before is not None:
+            yield index, record.before, record.source
 
 
 def _firsts(records: Sequence[Record]) -> dict[str | None, int]:
@@ -987,13 +995,6 @@ def _open_own(path: str) -> int:
     except PermissionError:
         os.chmod(path, 0o600)
         return os.open(path, flags)
-
-
-def _after(meta: Mapping[str, Any]) -> dict[Parts, Entry | None]:
-    return {
-        checked_parts(path): None if entry is None else Entry.decode(entry)
-        for path, entry in meta["left"]
-    }
 
 
 # Adopting
@@ -1029,7 +1030,7 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
     note = Note(id=os.urandom(8).hex(), path=str(root), ino=os.stat(root).st_ino)
     known = re.search(rb'"id": "([0-9a-f]{16})"', _read(path / "root"))
     before = None if known is None else known[1].decode()
-    journals = [path / "tx" / "journal", *_history(path)]
+    journals = [path / "tx" / "journal"]
     lines = {journal: _read(journal) for journal in journals}
     earlier = None if before is None else Seals(f"{JOURNAL} {before}")
     # If one seal is valid, all must be: only with a lost key are all invalid.
@@ -1050,16 +1051,6 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
         if all(checked_parts(base)[-1].startswith(TEMPORARY) for base, _ in noted):
             write_whole(path / NOTE, note.seals(NOTE).sealed(json.dumps(noted).encode()))
     write_note(path, note)
-
-
-def _history(path: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError), os.scandir(path / "history") as found:
-        return [
-            path / "history" / each.name
-            for each in found
-            if NAMED.fullmatch(each.name) and each.is_file(follow_symlinks=False)
-        ]
-    return []
 
 
 def _texts(data: bytes, strict: Seals | None) -> Iterator[bytes | None]:

@@ -12,17 +12,17 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from weakincentives.core.state import Seals, no_links
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
-from weakincentives.serde.exact import json_of
+from weakincentives.log import new_id
 
 JOURNAL = "journal"
 """The kind under which records are sealed; each seal also covers the record's offset."""
@@ -38,7 +38,7 @@ class Record:
     """One change and everything needed to undo it."""
 
     op: str
-    """``was``, ``moved``, ``external`` (other programs change files from here on) or ``commit``."""
+    """``was``, ``moved`` or ``external``: other programs change files from here on."""
     path: Parts = ()
     origin: Parts | None = None
     """The previous path of a moved entry."""
@@ -61,7 +61,11 @@ class Record:
     twin: Parts | None = None
     """For changes by other programs: another hard link, which is restored first."""
     data: dict[str, Any] | None = None
-    """For ``commit`` the history's metadata; for ``external`` the index in use."""
+    """For ``external`` the index in use."""
+    operation: str = ""
+    """The id of the operation in the log that commits the transaction; in its first record only."""
+    head: int = 0
+    """The last operation before that."""
     offset: int = 0
     """Start of the record in the journal."""
     end: int = 0
@@ -112,6 +116,8 @@ class Record:
             self.data,
             ["/".join(parts) for parts in self.others] if self.others else (),
         ]
+        if self.operation:
+            values += [self.operation, self.head]
         return _encode(values).encode()
 
     @classmethod
@@ -137,6 +143,8 @@ class Record:
             twin=None if twin is None else checked_parts(twin),
             data=data,
             others=tuple(map(checked_parts, values[13])),
+            operation=str(values[14]) if len(values) > 14 else "",
+            head=int(values[15]) if len(values) > 15 else 0,
         )
 
 
@@ -171,83 +179,6 @@ def read_journal(
     return records, "whole"
 
 
-def read_paths(path: Path, seals: Seals) -> tuple[dict[str, Any], set[str]] | None:
-    """Return the data of a commit and the paths that it changed; several times as fast.
-
-    None if the journal is damaged, incomplete or gone.
-    """
-    values = _read_values(path, seals)
-    if values is None:
-        return None
-    paths: set[str] = set()
-    saved: set[str] = set()
-    for each in values:
-        # Later records with the same saved file only say what else the call put there.
-        if each[1] in ("was", "moved") and each[6] not in saved:
-            found = (each[2], *each[13]) if each[3] is None else each[2:4]
-            paths.update(path or "." for path in found)
-        if each[6] is not None:
-            saved.add(each[6])
-    return values[-1][12], paths
-
-
-def read_commit(path: Path, seals: Seals) -> dict[str, Any] | None:
-    """Return the data of a commit; None where ``read_paths`` returns it."""
-    values = _read_values(path, seals)
-    return None if values is None else values[-1][12]
-
-
-def read_entries(
-    path: Path, seals: Seals
-) -> tuple[dict[str, Any], dict[str, tuple[EncodedEntry, EncodedEntry]]] | None:
-    """Return the data of a commit and, by path, what was there before and after, as encoded.
-
-    None where ``read_paths`` returns it, and for a commit that moved something, removed a directory
-    or changed a hard-linked file: there it takes more than the records.
-    """
-    values = _read_values(path, seals)
-    if values is None:
-        return None
-    data: dict[str, Any] = values[-1][12]
-    full = dict(data["entries"])
-    before: dict[str, EncodedEntry] = {}
-    for index, each in enumerate(values[:-1]):
-        if each[1] == "was":
-            entry = each[4]
-            if entry is not None and index in full:  # with the identity of the original
-                entry = [*full[index][:7], entry[7], *full[index][8:11], *entry[11:]]
-            if each[13] or (entry is not None and entry[0] == "directory" and each[6] is not None):
-                return None
-            before.setdefault(each[2], entry)
-        elif each[1] == "moved":
-            return None
-    after = dict(data["left"])
-    return data, {path: (before.get(path), after.get(path)) for path in {**before, **after}}
-
-
-EncodedEntry: TypeAlias = list[Any] | None
-"""What ``Entry.encode`` returns; None for nothing."""
-
-
-def _read_values(path: Path, seals: Seals) -> list[list[Any]] | None:
-    """Return the values of all records of a commit, in order."""
-    try:
-        with open(path, "rb", opener=no_links) as file:
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return None
-    found: list[list[Any]] = []
-    offset = 0
-    for line in lines[:-1]:
-        text = seals.unsealed(line, offset)
-        values = [None] if text is None else json_of(text)
-        if values[0] != _VERSION:
-            return None
-        offset += len(line) + 1
-        found.append(values)
-    return None if lines[-1] or not found or found[-1][1] != "commit" else found
-
-
 def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:
     """Return the record in a line, or None if it is damaged or invalid."""
     text = seals.unsealed(line[:-1], offset) if line.endswith(b"\n") else None
@@ -273,8 +204,9 @@ def _goes_on(lines: Iterable[bytes], offset: int, seals: Seals) -> bool:
 class Journal:
     """The journal file, opened when first needed."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, head: Callable[[], int]) -> None:
         self.store = store
+        self._head = head
         self.path = store.tx / "journal"
         self.seals = store.seals(JOURNAL)
         self._fd = -1
@@ -285,12 +217,22 @@ class Journal:
         self._fd = os.open("journal", flags, 0o600, dir_fd=self.store.tx_fd)
         self._size = os.fstat(self._fd).st_size
 
+    def may_be_open(self) -> bool:
+        """Tell whether there is anything of a transaction that has not ended."""
+        names = self.store.tree.names(())
+        return names not in ([], [self.path.name]) or (bool(names) and bool(self._stored_size()))
+
+    def _stored_size(self) -> int:
+        return os.stat(self.path.name, dir_fd=self.store.tx_fd, follow_symlinks=False).st_size
+
     def append(self, record: Record) -> None:
         """Append a record, or raise and append nothing."""
         if self._fd < 0:
             self._open(os.O_CREAT)
         if not self._size:
+            head = self._head()  # before anything is changed: the log must be there at the end
             self.store.directory.begin_change()
+            record.operation, record.head = new_id(), head
         line = self.seals.sealed(record.encode(), self._size) + b"\n"
         record.offset = self._size
         try:
@@ -317,14 +259,14 @@ class Journal:
         if not offset:
             self.store.directory.end_change()
 
-    def move(self, place: str) -> None:
-        """Move the journal file; the next record starts a new one."""
-        self.close()
-        try:
-            os.rename(self.path, place)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(place), 0o700, exist_ok=True)
-            os.rename(self.path, place)
+    def drop(self) -> None:
+        """Drop the records of a committed transaction; a kill or loss of power may bring them back,
+        and then the transaction is finished again.
+        """
+        if self._fd < 0:
+            self._open()
+        os.ftruncate(self._fd, 0)
+        self._size = 0
         self.store.directory.end_change()
 
     def close(self) -> None:

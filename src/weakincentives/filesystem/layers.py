@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
@@ -15,8 +15,9 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
+from weakincentives.filesystem.contents import Contents, found_of
 from weakincentives.filesystem.entry import Attributes, Entry, File, Xattrs, capture
-from weakincentives.filesystem.history import Delta, Past, saved_at
+from weakincentives.filesystem.history import saved_at
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.paths import (
     BARRED,
@@ -29,6 +30,8 @@ from weakincentives.filesystem.paths import (
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
+from weakincentives.log import Change, Operation
+from weakincentives.log import Entry as Value
 
 T = TypeVar("T")
 
@@ -420,16 +423,12 @@ class Present(Forward):
         self._check_open()
         return self._look
 
-    def supersede(self, undo: Sequence[Record], taken: Replaced) -> Present:
-        """Return the new present; this one now shows the state before these records."""
+    def supersede(self, undo: Callable[[Look], Layer]) -> Present:
+        """Return the new present; this one now shows the state before what ``undo`` undoes."""
         following = Present(self._disk)
-        self.precede(following, undo, taken)
-        return following
-
-    def precede(self, following: Present, undo: Sequence[Record], taken: Replaced) -> None:
-        """Show the state before these records; ``following`` shows the one after them."""
-        layer = undone(Layer(following), undo, taken)
+        layer = undo(following)
         self._next, self._layer, self._look = following, layer, layer
+        return following
 
     def resume(self) -> None:
         self._next, self._layer, self._look = None, None, self._disk
@@ -515,7 +514,11 @@ def xattrs_at(look: Look, parts: Parts) -> Xattrs:
                 return () if node is None else node.xattrs
             look, parts = source
         elif isinstance(look, Forward):
-            look = look.at(parts)
+            there = look.at(parts)
+            if there is look:  # it is stored
+                node = look.node(parts)
+                return () if node is None else node.xattrs
+            look = there
         else:
             return ()
     entry = capture(look.tree, parts)
@@ -558,11 +561,40 @@ class Replaced(NamedTuple):
         return saved_at(record, self.tree, self.workspace)
 
 
-def replaced_by(past: Past, delta: Delta) -> Replaced:
-    """Return where the content is that a committed call replaced."""
-    folder = past.trees(delta.committed.serial)
-    tree = Tree(folder) if folder.exists() else None
-    return Replaced(past.objects, tree)
+def state_before(operation: Operation, after: Look, contents: Contents) -> Layer:
+    """Return the state before an operation, given the one after it."""
+    layer = Layer(after)
+    moved = {change.origin: change for change in operation.changes if change.origin is not None}
+    for change in operation.changes:  # directories before what is in them
+        path, found, left, *_ = change
+        if found is None:
+            layer = layer.remove(path)
+            continue
+        above = node_at(layer, path[:-1])
+        node = found_of(found)._replace(device=0 if above is None else above.device)
+        if (seen := change.found) is not None:
+            node = node._replace(ino=seen.inode, links=seen.links, ctime_ns=seen.ctime_ns)
+        if found.is_directory and left is not None and left.is_directory:
+            is_same = not found.content or (path not in moved and not found.content.startswith("@"))
+            if is_same:  # only its attributes were changed
+                layer = layer.set_attributes(path, mode=node.mode)
+                continue
+        layer = layer.put(path, Cover(node, _origin(found, moved.get(path), after, contents)))
+    return layer
+
+
+def _origin(found: Value, moved: Change | None, after: Look, contents: Contents) -> Origin:
+    """Return where the content is of what an operation found."""
+    if found.kind == "link":
+        return os.fsencode(found.content)
+    if found.is_directory and found.content.startswith("@"):
+        tree, parts = contents.place(found.content)
+        return (Removed(tree, after), parts)
+    if found.kind == "file" and found.content:
+        return functools.partial(contents.read, found.content)
+    if moved is not None and (found.content or found.kind == "file"):
+        return (after, moved.path)
+    return None
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Replaced) -> Layer:

@@ -13,7 +13,7 @@ from weakincentives.core.clock import SYSTEM_CLOCK
 from weakincentives.core.gate import ProcessLock
 from weakincentives.core.state import forget_store, workspace_stores
 from weakincentives.errors import StoreRefused, WorkspaceLocked
-from weakincentives.filesystem.history import History, Past, Uses
+from weakincentives.filesystem.history import KEPT, History, Past
 from weakincentives.filesystem.scan import External, last_scan
 from weakincentives.filesystem.store import Limits, Note, Objects, open_store
 from weakincentives.filesystem.tree import Held, files_below, remove_path, remove_tree
@@ -22,7 +22,10 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 KINDS = {
     "objects": "contents",
-    "history": "history",
+    KEPT: "contents",
+    "log.db": "history",
+    "log.db-wal": "history",
+    "log.db-shm": "history",
     "runs": "runs",
     "branches": "branches",
     "scan": "scan index",
@@ -42,9 +45,9 @@ class Pruned(NamedTuple):
     compressed: int = 0
     left: int = 0
     """Files and directories that could not be restored once."""
+    set_aside: int = 0
+    """What no call has named: a loss of power may have cost the call. It is in ``left`` now."""
     scan_index: bool = False
-    damaged: int = 0
-    """Damaged calls: while there are some, no content is known to be unused."""
 
 
 def abandoned_stores(limits: Limits) -> list[Path]:
@@ -94,13 +97,14 @@ def _size(status: os.stat_result, path: Path) -> int:
 def to_prune(past: Past, limits: Limits, *, left_too: bool = False) -> Pruned:
     """Return what :func:`prune` would remove; takes no lock. Compression is not tried."""
     now = SYSTEM_CLOCK.time()
-    store, uses = past.objects.path.parent, past.uses()
+    store = past.objects.path.parent
+    unused, unnamed = past.unused()
     return Pruned(
         calls=sum(1 for _ in past.beyond(limits, now)),
-        contents=len(_unused(past, uses)),
+        contents=len(unused),
         left=len(_old(store / "left", limits.oldest(now))) if left_too else 0,
         scan_index=last_scan(store / "scan") < limits.oldest(now),
-        damaged=len(uses.damaged),
+        set_aside=len(unnamed),
     )
 
 
@@ -114,21 +118,17 @@ def prune(
     """
     history.finish_earlier()
     before, objects = limits.oldest(SYSTEM_CLOCK.time()), history.store.objects
-    calls, uses = history.prune(limits), history.uses()
-    unused = _unused(history, uses)
-    for digest in unused:
-        objects.remove(digest)
-    history.remove_stray_trees()
+    calls, (contents, set_aside) = history.prune(limits), history.sweep()
     old = _old(history.store.path / "left", before) if left_too else []
     for path in old:
         remove_path(path)
     return Pruned(
         calls=calls,
-        contents=len(unused),
+        contents=contents,
         compressed=_compress(objects),
         left=len(old),
         scan_index=external.forget(before),
-        damaged=len(uses.damaged),
+        set_aside=set_aside,
     )
 
 
@@ -141,13 +141,6 @@ def _compress(objects: Objects) -> int:
     except OSError as error:  # a full disk, for example: the removals must not fail with it
         logger.warning("The other contents were not compressed: %s", error)
     return count
-
-
-def _unused(past: Past, uses: Uses) -> set[str]:
-    """Return the objects without references; none while a damaged entry may have some."""
-    if uses.damaged:
-        return set()
-    return {each for each in past.objects if not uses[each]}
 
 
 def _old(folder: Path, before: float) -> list[Path]:

@@ -7,12 +7,12 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from weakincentives.errors import FilesystemError, HistoryDamaged
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem.contents import node_of
 from weakincentives.filesystem.entry import (
     Entry,
     apply_entry,
@@ -21,24 +21,31 @@ from weakincentives.filesystem.entry import (
     matches,
     new_file,
 )
-from weakincentives.filesystem.history import Delta, Past, Touched
+from weakincentives.filesystem.history import Past
 from weakincentives.filesystem.layers import (
     Changed,
     Disk,
     Forward,
-    Layer,
     Look,
     Node,
     OnDisk,
-    Present,
-    replaced_by,
-    undone,
+    node_at,
 )
 from weakincentives.filesystem.new_tree import NewTree, new_directory
-from weakincentives.filesystem.paths import DEFAULT_ROOT, NodeKind, Parts, join_path, split_root
+from weakincentives.filesystem.paths import (
+    DEFAULT_ROOT,
+    NodeKind,
+    Parts,
+    join_path,
+    not_regular,
+    split_root,
+    system_error,
+)
 from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.sides import Effects
 from weakincentives.filesystem.store import FOR_CHANGES, DirectoryLock
 from weakincentives.filesystem.tree import Held, Tree, write_all
+from weakincentives.log import Entry as Value
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.branch_log import BranchHistory
@@ -46,19 +53,19 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.undo import WorkspaceHistory
 
 
-def before_call(past: Past, delta: Delta, after: Layer) -> Layer:
-    """Return the state before a call, given the one after it."""
-    return undone(after, delta.records, replaced_by(past, delta))
-
-
-def _at_and_above(parts: Parts) -> set[str]:
-    return {"/".join(parts[:depth]) for depth in range(len(parts) + 1)}
-
-
-_MANY = Touched(None)
 _RETRIES = 3
-_DEEPEST = 50
-"""Calls; each look goes through as many layers as calls were committed since it began."""
+
+
+class _Found(NamedTuple):
+    """What was at a path at a point of the history."""
+
+    node: Node | None
+    value: Value | None = None
+    """What an operation says of it; None for what is in the directory now."""
+    place: Parts = ()
+    """Where it is in the directory."""
+    number: int = 0
+    """The later operation that found it."""
 
 
 class DirectoryAt(Forward):
@@ -103,28 +110,13 @@ class DirectoryAt(Forward):
         opened.callback(self._steady.close)
         self.close = weakref.finalize(self, opened.close)
         """Closes what is open; happens by itself when this is collected."""
-        self._disk = disk
+        self.look = self._disk = disk
+        self._effects: dict[int, Effects] = {}
         past.refresh()
-        self._changed_at = past.changed_at()
-        self._begin()
         self._check_has_later()
         if moment is None:
-            moment = past.moment(serial) if serial in past.serials() else 0
+            moment = past.operation(serial).moment if serial in past.serials() else 0
         self._moment = moment
-
-    def _begin(self) -> None:
-        """Begin with the directory as it is now."""
-        self._present = self._current = Present(self._disk)
-        """Shows the directory as it was at that time; later calls are undone in it."""
-        self._newest = self._first = self._past.last
-        self._index: Mapping[int, Touched] | None = None
-        self._whole: Layer | None = None
-        self._parts: dict[tuple[int, ...], Layer] = {}
-        """Looks that are right for some paths only, by the calls undone in them."""
-        self._left: dict[str, int] | None = None
-        """The last call up to this state that changed a path, by path."""
-        self._names: dict[str, set[str]] = {}
-        """The names in each directory that calls changed."""
 
     @contextlib.contextmanager
     def steady(self) -> Generator[None]:
@@ -155,202 +147,134 @@ class DirectoryAt(Forward):
 
     def changed(self) -> Changed:
         """Return where the directory may differ from this state."""
+        changed = Changed(set(), set())
         with self.steady():
-            later, whole = self._present.changed(), self.look
-            assert isinstance(whole, Layer)
-            return Changed(later.paths.union(whole.changed), later.files.union(whole.files))
+            for number in self._past.after(self.serial):
+                for path, change in self._effect(number).own.items():
+                    changed.paths.add(path)
+                    for known in (change.found, change.left):
+                        if known is not None and known.links > 1:
+                            changed.files.add((known.device, known.inode))
+        return changed
 
     # Looking
 
-    @property
-    def look(self) -> Look:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The whole state."""
-        if self._whole is None:
-            later = [serial for serial in self._past.after(self.serial) if serial <= self._first]
-            self._whole = self._without(later)
-        return self._whole
+    def at(self, parts: Parts) -> Look:
+        """Return the look that has what is at a path: the directory, or this one."""
+        with self.steady():
+            found = self._find(parts)
+            return self if found.value is not None or found.place != parts else self._disk
 
     def node(self, parts: Parts) -> Node | None:
         with self.steady():
-            node = self.at(parts).node(parts)
-            left = self._as_left(parts, node)
-            return node if left is None else left[1]
+            return self._find(parts).node
 
     def read(self, parts: Parts) -> bytes:
         with self.steady():
-            look = self.at(parts)
-            left = self._as_left(parts, look.node(parts))
-            if left is None or (left[1] is not None and left[1].kind != "file"):
-                return look.read(parts)
-            if left[1] is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-            return self._past.left(left[0], left[1])
+            return self._content_of(parts, self._find(parts))
 
     def link_target(self, parts: Parts) -> str:
         with self.steady():
-            look = self.at(parts)
-            left = self._as_left(parts, look.node(parts))
-            target = None if left is None or left[1] is None else left[1].target
-            return look.link_target(parts) if target is None else target
+            found = self._find(parts)
+            if found.node is None:
+                raise system_error(errno.ENOENT, parts)
+            if found.value is None:
+                return self._disk.link_target(found.place)
+            if found.value.kind != "link":
+                raise system_error(errno.EINVAL, parts)
+            return found.value.content
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
         with self.steady():
-            found: dict[str, Node | None] = dict(self.look.nodes(parts))
-            for name in self._names_left(parts):
-                found.setdefault(name, None)
-            for name, node in list(found.items()):
-                left = self._as_left((*parts, name), node)
-                found[name] = node if left is None else left[1]
-            return [(name, node) for name, node in found.items() if node is not None]
+            here = self._find(parts).node
+            if here is None:
+                raise system_error(errno.ENOENT, parts)
+            if not here.is_directory:
+                raise system_error(errno.ENOTDIR, parts)
+            names = set[str]()
+            with contextlib.suppress(OSError):
+                names.update(name for name, _ in self._disk.kinds(parts))
+            for number in self._past.touching(parts, below=True):
+                names.update(self._effect(number).names.get(parts, ()))
+            found = [(name, self._find((*parts, name)).node) for name in sorted(names)]
+            return [(name, node) for name, node in found if node is not None]
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
         return [(name, node.kind) for name, node in self.nodes(parts)]
 
-    # What someone changed after the last call that did
+    # In the log
 
-    def _as_left(self, parts: Parts, node: Node | None) -> tuple[Delta, Node | None] | None:
-        """Return what a call left at a path, with the call, if someone has changed it since."""
+    def _find(self, parts: Parts) -> _Found:
+        found = self._next(parts, self.serial)
+        node = found.node
         # Not by the change time, which is new after every rollback.
-        if node is not None and (node.mtime_ns <= self._moment or node.is_directory):
-            return None
-        serial = self._last_calls().get("/".join(parts), 0)
-        if not serial:
-            return None
-        try:
-            delta = self._past.read(serial)
-        except (FileNotFoundError, HistoryDamaged):
-            return None
-        left = delta.after.get(parts)
-        if parts not in delta.after or (left is not None and left.is_directory):
-            return None
-        if left is None:
-            return None if node is None else (delta, None)
-        if node is not None and matches(left, node) and left.mode == node.mode:
-            return None
-        digest = left.digest or ""
-        is_known = left.kind == "link" or digest in delta.kept or digest in self._past.objects
-        return (delta, left) if is_known else None
+        is_then = node is not None and (node.mtime_ns <= self._moment or node.is_directory)
+        return found if is_then else self._as_left(parts, found)
 
-    def _last_calls(self) -> dict[str, int]:
-        if self._left is None:
-            self._left = {}
-            inside: dict[str, set[str]] = {}
-            for serial in self._past.serials():
-                if serial > self.serial:
-                    break
-                paths = self._paths_of(serial)
-                for path in paths:
-                    if path in inside and self._takes_along(serial, path):
-                        for other in inside.pop(path):
-                            self._left.pop(other, None)
-                for path in paths:
-                    self._left[path] = serial
-                    above = path.rpartition("/")[0]
-                    while above:
-                        inside.setdefault(above, set()).add(path)
-                        above = above.rpartition("/")[0]
-            for path in self._left:
-                above, _, name = path.rpartition("/")
-                self._names.setdefault(above, set()).add(name)
-        return self._left
+    def _next(self, parts: Parts, number: int) -> _Found:
+        """Return what the next operation found at a path, or else what is there now."""
+        for later in self._past.touching(parts):
+            if later > number and (change := self._effect(later).at(parts)) is not None:
+                return _Found(node_of(change.before, change.found), change.before, number=later)
+        node = node_at(self._disk, parts)
+        return _Found(node, None, parts)
 
-    def _takes_along(self, serial: int, path: str) -> bool:
-        """Whether a call moved or removed a directory with everything in it, or may have.
-
-        An undo that only restored a directory's modification time did not.
-        """
-        parts = tuple(path.split("/"))
-        found = list(self._past.readable([serial]))
-        return not found or any(
-            record.is_whole for record in found[0].records if parts in record.paths
-        )
-
-    def _paths_of(self, serial: int) -> Iterable[str]:
-        """Return the paths that a call changed, from its entry if the index does not have them."""
-        paths = self._touched().get(serial, _MANY).paths
-        if paths is not None:
-            return paths
-        return {"/".join(p) for delta in self._past.readable([serial]) for p in delta.after}
-
-    def _names_left(self, parts: Parts) -> AbstractSet[str]:
-        self._last_calls()
-        return self._names.get("/".join(parts), set())
-
-    def _touched(self) -> Mapping[int, Touched]:
-        if self._index is None:
-            self._index = self._past.index()
-        return self._index
-
-    # Undoing later calls
-
-    def at(self, parts: Parts) -> Look:
-        """Return a look that is right for a path and everything above it."""
-        if self._whole is not None or self._first == self.serial:
-            return self.look
-        serials = tuple(sorted(self._concerning(parts), reverse=True))
-        if serials not in self._parts:
-            self._parts[serials] = self._without(serials)
-        return self._parts[serials]
-
-    def _without(self, serials: Iterable[int]) -> Layer:
-        """Return the state without some calls, newest first."""
-        layer = Layer(self._present)
-        for serial in serials:
-            layer = before_call(self._past, self._past.read(serial), layer)
-        return layer
-
-    def _concerning(self, parts: Parts) -> set[int]:
-        """Return the later calls that may have changed a path or what is above it."""
-        index = self._touched()
-        later = [n for n in self._past.serials() if self.serial < n <= self._first]
-        if any(index.get(n, _MANY).paths is None for n in later):
-            return set(later)
-        path = "/".join(parts)
-        for serial in later:
-            touched = index[serial]
-            if not (touched.paths or frozenset()).isdisjoint(_at_and_above(parts)):
-                if path in (touched.paths or ()) and not touched.moves:
-                    return {serial}  # the first later call has what was there
-                break
-        found: set[int] = set()
-        pending = [(parts, self.serial)]
-        while pending:
-            parts, after = pending.pop()
-            above = _at_and_above(parts)
-            for serial in later:
-                touched = index[serial]
-                if serial <= after or (touched.paths or frozenset()).isdisjoint(above):
-                    continue
-                found.add(serial)
-                # What a call moved away is now where it moved it to.
-                for origin, path in touched.moves:
-                    here = tuple(origin.split("/"))
-                    if parts[: len(here)] == here:
-                        pending.append(((*path.split("/"), *parts[len(here) :]), serial))
+    def _as_left(self, parts: Parts, found: _Found) -> _Found:
+        """Return what a call left at a path, if someone has changed it since."""
+        for number in reversed(self._past.touching(parts)):
+            if number > self.serial:
+                continue
+            change = self._effect(number).at(parts)
+            if change is None:
+                continue
+            left = change.after
+            if left is None:
+                return _Found(None)
+            if left.is_directory:
+                return found
+            node, now = node_of(left, change.left), found.node
+            if now is not None and node is not None and node.mode == now.mode:
+                same = matches(node, now)
+            else:
+                same = False
+            if same:
+                return found
+            is_known = left.kind == "link" or (
+                left.content and self._past.contents.has(left.content)
+            )
+            return _Found(node, left) if is_known else found
         return found
+
+    def _content_of(self, parts: Parts, found: _Found) -> bytes:
+        if found.node is None:
+            raise system_error(errno.ENOENT, parts)
+        if found.node.kind != "file":
+            raise not_regular(found.node.kind, parts)
+        value = found.value
+        if value is None:
+            return self._disk.read(found.place)
+        if value.content:
+            return self._past.contents.read(value.content)
+        for change in self._effect(found.number).all() if found.number else ():
+            # It was only moved: what came next to where it went has its content.
+            if change.origin == parts and change.after is not None:
+                moved = self._next(change.path, found.number)
+                same = (value.size, value.mtime_ns)
+                if moved.node is not None and (moved.node.size, moved.node.mtime_ns) == same:
+                    return self._content_of(change.path, moved)
+        raise FileNotFoundError(errno.ENOENT, "its content was not saved", join_path(parts))
+
+    def _effect(self, number: int) -> Effects:
+        if number not in self._effects:
+            operation = self._past.operation(number)
+            self._effects[number] = Effects(operation, self._past.contents)
+        return self._effects[number]
 
     # Keeping up with the workspace
 
     def _refresh(self) -> None:
-        """Undo, in the present, the calls that have been committed since the last look."""
-        changed_at = self._past.changed_at()
-        if changed_at == self._changed_at:
-            return
         self._past.refresh()
         self._check_has_later()
-        if self._past.last - self._first > _DEEPEST:
-            self._begin()
-        later = self._past.after(self._newest)
-        if later:
-            newest = following = Present(self._disk)
-            # Newest first: what a call left is only seen without what later ones did.
-            for serial in later:
-                delta = self._past.read(serial)
-                present = self._current if serial == later[-1] else Present(self._disk)
-                present.precede(following, delta.records, replaced_by(self._past, delta))
-                following = present
-            self._current, self._newest = newest, later[0]
-        self._changed_at = changed_at
 
     def _check_has_later(self) -> None:
         if self._past.last > self.serial and min(self._past.serials()) > self.serial + 1:

@@ -362,7 +362,7 @@ def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iter
         yield data
 
 
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

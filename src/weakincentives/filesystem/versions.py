@@ -12,21 +12,21 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from weakincentives.core.gc_pause import no_collection
-from weakincentives.errors import HistoryDamaged
+from weakincentives.errors import ContentDamaged, HistoryDamaged
 from weakincentives.filesystem.branch_log import BranchHistory, BranchInfo, changed_between
+from weakincentives.filesystem.contents import node_of
 from weakincentives.filesystem.diffs import changed_nodes
-from weakincentives.filesystem.entry import Entry, digest_in, inode_in, matches
-from weakincentives.filesystem.history import Committed, Delta, Past
-from weakincentives.filesystem.journal import EncodedEntry
-from weakincentives.filesystem.layers import Disk, Look, walk
+from weakincentives.filesystem.entry import Entry
+from weakincentives.filesystem.history import Committed, committed
+from weakincentives.filesystem.layers import Look
 from weakincentives.filesystem.paths import Parts
-from weakincentives.filesystem.store import checked_parts
-from weakincentives.filesystem.tree import Tree
+from weakincentives.filesystem.sides import Effects
+from weakincentives.filesystem.store import DAMAGED
 from weakincentives.filesystem.undo import WorkspaceHistory
 
 MAX_CONTENT = 32 << 20
@@ -37,21 +37,10 @@ class FileStep(NamedTuple):
     """What a commit did at one path: a file, link or pipe before, after, or both."""
 
     parts: Parts
-    was: Entry | EncodedEntry
-    """What was there before; decoded when it is asked for."""
-    left: Entry | EncodedEntry
+    before: Entry | None
+    after: Entry | None
     origin: Parts | None = None
     """Where it was before, if the commit moved it; ``before`` is what was there."""
-    saved: Parts | None = None
-    """Where its content is among the removed directories."""
-
-    @property
-    def before(self) -> Entry | None:
-        return Entry.decode(self.was) if isinstance(self.was, list) else self.was
-
-    @property
-    def after(self) -> Entry | None:
-        return Entry.decode(self.left) if isinstance(self.left, list) else self.left
 
     @property
     def found_at(self) -> Parts:
@@ -130,9 +119,9 @@ class Versions(ABC):
         paths = set(present)
         for commit in reversed(self.since(serial)):
             for step in commit.steps:
-                if step.left is not None:
+                if step.after is not None:
                     paths.discard(step.parts)
-            paths.update(step.found_at for step in commit.steps if step.was is not None)
+            paths.update(step.found_at for step in commit.steps if step.before is not None)
         return paths
 
     def _add(self, commit: CommitSteps) -> None:
@@ -164,12 +153,9 @@ class WorkspaceVersions(Versions):
         past = self._past = self._history.past()
         with no_collection():
             for serial in reversed(past.after(self.last)):
-                simple = _simple(past, serial)
-                if simple is not None:
-                    self._add(simple)
-                    continue
-                for delta in past.readable([serial]):
-                    self._add(CommitSteps(delta.committed, tuple(self._steps(delta))))
+                for operation in past.operations([serial])[0]:
+                    steps = tuple(_steps(Effects(operation, past.contents)))
+                    self._add(CommitSteps(committed(operation), steps))
         self._changed_at = changed_at
 
     def before(self, commit: CommitSteps, step: FileStep) -> bytes:
@@ -178,13 +164,7 @@ class WorkspaceVersions(Versions):
             return _target(entry)
         _check_size(entry)
         if entry.digest is not None:
-            return self._past.objects.read(entry.digest)
-        if step.saved is not None:
-            with closing(Tree(self._past.trees(commit.call.serial))) as tree:
-                return tree.read(step.saved)[0]
-        if step.after is not None and matches(entry, step.after):  # it was only moved
-            with suppress(FileNotFoundError):
-                return self._left(commit, step)
+            return self._stored(entry.digest)
         return self._seen(commit.call.serial - 1, step.found_at)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
@@ -192,8 +172,9 @@ class WorkspaceVersions(Versions):
         if entry is None or entry.target is not None:
             return _target(entry)
         _check_size(entry)
-        with suppress(FileNotFoundError):
-            return self._left(commit, step)
+        if entry.digest is not None:
+            with suppress(FileNotFoundError):
+                return self._stored(entry.digest)
         data = self._seen(commit.call.serial, step.parts)
         if entry.digest not in (None, hashlib.sha256(data).hexdigest()):
             raise FileNotFoundError(errno.ENOENT, "it was changed since by somebody else")
@@ -204,128 +185,26 @@ class WorkspaceVersions(Versions):
         with self._looking:
             return self._history.look_at(serial).read(parts)
 
-    def _left(self, commit: CommitSteps, step: FileStep) -> bytes:
-        """Return what a commit left, if the history has it."""
-        if step.after is None or step.after.digest is None:
-            raise FileNotFoundError(errno.ENOENT, "its content was not saved")
+    def _stored(self, digest: str) -> bytes:
         try:
-            return self._past.left(self._past.read(commit.call.serial), step.after)
-        except (KeyError, HistoryDamaged) as error:
-            raise FileNotFoundError(errno.ENOENT, "its content was not saved") from error
-
-    # What a commit did
-
-    def _steps(self, delta: Delta) -> Iterator[FileStep]:
-        before: dict[Parts, Entry | None] = {}
-        saved: dict[Parts, Parts] = {}
-        moves: list[tuple[Parts, Parts]] = []
-        """Directories that were moved."""
-        for record in delta.records:
-            if record.op == "moved" and record.origin is not None:
-                if record.before is not None and record.before.is_directory:
-                    moves.append((record.origin, record.path))
-                before.setdefault(record.path, None)
-                _note(before, moves, record.origin, record.before)
-                continue
-            _note(before, moves, record.path, record.before)
-            if record.before is not None and record.before.is_directory and record.saved:
-                for place, entry in self._removed(delta, record.saved):
-                    parts = (*record.path, *place[1:])
-                    _note(before, moves, parts, entry)
-                    saved.setdefault(parts, place)
-        after = dict(delta.after)
-        if moves:
-            self._note_moved(delta, moves, before, after)
-        return _paired(before, after, saved)
-
-    def _removed(self, delta: Delta, saved: str) -> Iterator[tuple[Parts, Entry]]:
-        """Yield what is in a directory that a commit removed, by its place in the store."""
-        with suppress(OSError):
-            yield from walk(Disk(Tree(self._past.trees(delta.committed.serial))), [(saved,)])
-
-    def _note_moved(
-        self,
-        delta: Delta,
-        moves: Sequence[tuple[Parts, Parts]],
-        before: dict[Parts, Entry | None],
-        after: dict[Parts, Entry | None],
-    ) -> None:
-        """Note the files in moved directories, which no record names."""
-        try:
-            with self._looking:
-                look = self._history.look_at(delta.committed.serial)
-                found = list(walk(look, [path for _, path in moves]))
-        except LookupError:
-            return
-        for parts, entry in found:
-            if not entry.is_directory:
-                after.setdefault(parts, entry)
-                origin = _original(moves, parts)
-                before.setdefault(parts, None)
-                before.setdefault(origin, entry)
+            return self._past.contents.read(digest)
+        except HistoryDamaged as error:
+            raise ContentDamaged(DAMAGED, str(error)) from error
 
 
-def _simple(past: Past, serial: int) -> CommitSteps | None:
-    """Return what a commit did, without decoding it; None if that is not so easy."""
-    steps: list[FileStep] = []
-    gone: set[int] = set()
-    came: set[int] = set()
-    with suppress(LookupError, TypeError, ValueError):  # damaged: reading it says so
-        found = past.entries(serial)
-        if found is None:
-            return None
-        call, entries = found
-        for path in sorted(entries):
-            old, new = (_no_encoded_directory(each) for each in entries[path])
-            if old == new or (old is not None and new is not None and _is_same_encoded(old, new)):
-                continue
-            if new is None and old is not None:
-                gone.add(inode_in(old))
-            elif old is None and new is not None:
-                came.add(inode_in(new))
-            steps.append(FileStep(checked_parts(path), old, new))
-        if not gone & came:  # else it has moved something
-            return CommitSteps(call, tuple(steps))
-    return None
-
-
-def _no_encoded_directory(entry: EncodedEntry) -> EncodedEntry:
-    return None if entry is None or entry[0] == "directory" else entry
-
-
-def _is_same_encoded(old: list[Any], new: list[Any]) -> bool:
-    # With other content, the common case, there is nothing to decode.
-    return digest_in(old) == digest_in(new) and _is_same(Entry.decode(old), Entry.decode(new))
-
-
-def _note(
-    before: dict[Parts, Entry | None],
-    moves: Sequence[tuple[Parts, Parts]],
-    parts: Parts,
-    entry: Entry | None,
-) -> None:
-    """Note what was at a path, where it was before the directories above it were moved."""
-    origin = _original(moves, parts)
-    if origin != parts:
-        before.setdefault(parts, None)
-    before.setdefault(origin, entry)
-
-
-def _original(moves: Sequence[tuple[Parts, Parts]], parts: Parts) -> Parts:
-    for origin, target in reversed(moves):
-        if parts[: len(target)] == target and len(parts) > len(target):
-            parts = (*origin, *parts[len(target) :])
-    return parts
+def _steps(effects: Effects) -> Iterator[FileStep]:
+    changes = list(effects.all())
+    before = {each.path: node_of(each.before, each.found) for each in changes}
+    after = {each.path: node_of(each.after, each.left) for each in changes}
+    return _paired(before, after)
 
 
 def _paired(
-    before: Mapping[Parts, Entry | None],
-    after: Mapping[Parts, Entry | None],
-    saved: Mapping[Parts, Parts],
+    before: Mapping[Parts, Entry | None], after: Mapping[Parts, Entry | None]
 ) -> Iterator[FileStep]:
     two = {
-        parts: (_no_directory(before.get(parts)), _no_directory(after.get(parts)))
-        for parts in sorted({*before, *after})
+        parts: (_no_directory(before[parts]), _no_directory(after[parts]))
+        for parts in sorted(before)
     }
     # A file that is gone at one path and came at another was moved.
     gone = {old.ino: parts for parts, (old, new) in two.items() if old and old.ino and new is None}
@@ -338,9 +217,9 @@ def _paired(
     for parts, (old, new) in two.items():
         origin = origins.get(parts)
         if origin is not None:
-            yield FileStep(parts, two[origin][0], new, origin, saved.get(origin))
+            yield FileStep(parts, two[origin][0], new, origin)
         elif parts not in moved and (old, new) != (None, None) and not _is_same(old, new):
-            yield FileStep(parts, old, new, None, saved.get(parts))
+            yield FileStep(parts, old, new)
 
 
 def _no_directory(entry: Entry | None) -> Entry | None:

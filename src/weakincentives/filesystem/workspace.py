@@ -18,10 +18,18 @@ from weakincentives.core.clock import SYSTEM_CLOCK, Clock
 from weakincentives.core.gate import Gate, Lease
 from weakincentives.core.programs import agents_can_write
 from weakincentives.core.state import workspace_store
-from weakincentives.errors import FilesystemError, MergeConflict, ProtectedPath, ViewClosed
+from weakincentives.errors import (
+    FilesystemError,
+    HistoryDamaged,
+    LogUnavailable,
+    MergeConflict,
+    ProtectedPath,
+    ViewClosed,
+)
 from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
+from weakincentives.filesystem.contents import node_of
 from weakincentives.filesystem.diffs import changed_paths
 from weakincentives.filesystem.entry import Entry, apply_entry, capture
 from weakincentives.filesystem.history import History, replaced
@@ -32,13 +40,14 @@ from weakincentives.filesystem.layers import (
     Look,
     Present,
     Replaced,
-    replaced_by,
+    state_before,
     undone,
 )
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External, Noted
+from weakincentives.filesystem.sides import Effects
 from weakincentives.filesystem.store import DirectoryLock, Limits, Store
 from weakincentives.filesystem.tree import Tree
 
@@ -249,17 +258,31 @@ class Workspace:
 
     def at(self, place: Place) -> Look:
         look: Look = self.present
-        for serial in self.history.after(place.serial):
-            delta = self.history.read(serial)
-            look = undone(Layer(look), delta.records, replaced_by(self.history, delta))
+        if later := self.history.after(place.serial):
+            contents = self.history.contents
+            for serial in later:
+                look = state_before(self.history.operation(serial), look, contents)
         return look
 
     def _committed(self, serial: int | None) -> None:
         """Let private views continue to see the state at their fork."""
         if serial is None or not self.private:
             return
-        delta = self.history.read(serial)
-        self.present = self.present.supersede(delta.records, replaced_by(self.history, delta))
+        try:
+            operation = self.history.operation(serial)
+        except (
+            OSError,
+            LookupError,
+            LogUnavailable,
+            HistoryDamaged,
+        ) as error:  # the call is committed
+            self.present.close(f"what a call has changed since cannot be read: {error}")
+            self.present = Present(self.disk)
+            return
+        contents = self.history.contents
+        self.present = self.present.supersede(
+            lambda after: state_before(operation, after, contents)
+        )
 
     def note(self) -> None:
         """Note how all files are, so that a later process finds what other programs change."""
@@ -273,11 +296,13 @@ class Workspace:
         look: Look = self.disk
         paths: set[Parts] = set()
         left: dict[Parts, Entry | None] = {}
-        for delta in self.history.readable(self.history.after(since)):  # the newest first
-            before = undone(Layer(look), delta.records, replaced_by(self.history, delta))
-            paths.update(changed_paths(delta.records, before, look))
-            left = {**delta.after, **left}
-            look = before
+        for operation in self.history.readable(self.history.after(since)):  # the newest first
+            contents = self.history.contents
+            known = Effects(operation, contents).all()
+            after = {each.path: node_of(each.after, each.left) for each in known}
+            paths.update(after)
+            left = {**after, **left}
+            look = state_before(operation, look, contents)
         self.external.take_out(self.history.last, paths, look, left)
 
     def _commit_noted(self, changes: Changes) -> None:
@@ -345,7 +370,8 @@ class Workspace:
         """Like ``_committed``, for uncommitted changes."""
         if self.private and len(changes.records) > index:
             records, taken = self._undoable(changes.records[index:])
-            self._begin_stage(changes, self.present.supersede(records, taken))
+            present = self.present.supersede(lambda after: undone(Layer(after), records, taken))
+            self._begin_stage(changes, present)
 
     def commit(
         self,
@@ -373,7 +399,7 @@ class Workspace:
         self._committed(serial)
         try:
             self.take_out_commits()
-        except OSError as error:  # the call is committed; this is repeated before it matters
+        except (OSError, LogUnavailable) as error:  # it is committed; this is repeated later
             logger.warning("The noted state of %s is not up to date: %s", self.tree.path, error)
 
     def roll_back(self, changes: Changes) -> tuple[str, ...]:
@@ -441,11 +467,11 @@ class Workspace:
 
     def _earlier(self, now: Look) -> Iterator[tuple[Look, int]]:
         """Yield the states before each committed call, newest first, and when the call ended."""
-        layer = Layer(now)
-        with contextlib.suppress(OSError):  # later changes hide what was there
-            for delta in self.history.readable(self.history.after(0)):
-                layer = undone(layer, delta.records, replaced_by(self.history, delta))
-                yield layer, self.history.moment(delta.committed.serial)
+        with contextlib.suppress(OSError, LookupError):  # later changes hide what was there
+            contents = self.history.contents
+            for operation in self.history.readable(self.history.after(0)):
+                now = state_before(operation, now, contents)
+                yield now, operation.moment
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return all paths changed by uncommitted records, sorted, and looks before and now."""

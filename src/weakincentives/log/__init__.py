@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from weakincentives.log.algebra import inverted as inverted
     from weakincentives.log.algebra import merge as merge
     from weakincentives.log.algebra import state_at as state_at
+    from weakincentives.log.database import Garbage as Garbage
     from weakincentives.log.database import Log as Log
+    from weakincentives.log.database import Summary as Summary
+    from weakincentives.log.database import read_manifest as read_manifest
+    from weakincentives.log.database import write_manifest as write_manifest
     from weakincentives.log.operation import CallRecord as CallRecord
     from weakincentives.log.operation import Change as Change
     from weakincentives.log.operation import Entry as Entry
@@ -30,3 +34,4 @@ if TYPE_CHECKING:
     from weakincentives.log.operation import SessionDelta as SessionDelta
     from weakincentives.log.operation import SliceChange as SliceChange
     from weakincentives.log.operation import Stat as Stat
+    from weakincentives.log.operation import new_id as new_id

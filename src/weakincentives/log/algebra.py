@@ -68,7 +68,10 @@ def inverted(changes: Iterable[Change]) -> tuple[Change, ...]:
     """Return the changes that lead back."""
     changes = tuple(changes)
     moved = {change.origin: change.path for change in changes if change.origin is not None}
-    return tuple(Change(path, after, before, moved.get(path)) for path, before, after, _ in changes)
+    return tuple(
+        Change(path, after, before, moved.get(path), left, found)
+        for path, before, after, _, found, left in changes
+    )
 
 
 class _Changes:
@@ -123,7 +126,7 @@ def compose(operations: Iterable[Sequence[Change]], manifests: Manifests) -> tup
             if change is not None:
                 first, last = first or change, change
         if first is not None and last is not None:
-            found[path] = Change(path, first.before, last.after)
+            found[path] = Change(path, first.before, last.after, None, first.found, last.left)
     return tuple(_reduced(_with_origins(found, steps), manifests))
 
 
@@ -261,7 +264,7 @@ def merge(ours: Sequence[Change], theirs: Sequence[Change], manifests: Manifests
         if our is None:
             changes[path] = their
         elif _is_idle(our):
-            changes[path] = their._replace(before=our.after)
+            changes[path] = their._replace(before=our.after, found=our.left)
         elif not _is_equivalent(our.after, their.after):
             clashes.add(path)
     clashes.update(_misplaced(own, changes, manifests))
@@ -270,7 +273,7 @@ def merge(ours: Sequence[Change], theirs: Sequence[Change], manifests: Manifests
 
 def _is_idle(change: Change) -> bool:
     """Whether a change left kind, mode and content, a directory's manifest included, alone."""
-    _, before, after, _ = change
+    _, before, after, *_ = change
     if before is None or after is None:
         return before is after
     return before.is_equivalent(after) and before.content == after.content

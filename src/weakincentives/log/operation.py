@@ -31,8 +31,10 @@ class Entry(NamedTuple):
     mtime_ns: int = 0
     size: int = 0
     content: str = ""
-    """SHA-256 of a file's content, or ``@operation/n`` while it is kept unhashed; the text of a
-    link; of a directory that stands for everything below it, SHA-256 of its manifest."""
+    """SHA-256 of a file's content; the text of a link; of a directory that stands for everything
+    below it, SHA-256 of its manifest. ``@operation/name`` and what is below that while it is kept
+    unhashed: the path of the thing itself among what operations displaced. Empty for a file: not
+    stored and not hashed."""
     xattrs: Xattrs = ()
     group: int = 0
     """Entries of one operation with the same number are names of one hard-linked file."""
@@ -75,6 +77,10 @@ class Change(NamedTuple):
     after: Entry | None
     origin: Parts | None = None
     """The path it was moved from; for rename and diffs, never needed for correctness."""
+    found: Stat | None = None
+    """What ``before`` was recognised by, in the directory."""
+    left: Stat | None = None
+    """The same for ``after``."""
 
     @property
     def is_whole(self) -> bool:
@@ -108,16 +114,18 @@ class CallRecord:
 
     id: str
     """Unique in its session."""
-    session: str
-    tool: str
-    arguments: str
+    session: str | None = None
+    """None while a session keeps its own file: then an id may come again."""
+    tool: str = ""
+    """Empty for changes outside of any call."""
+    arguments: str = ""
     """As JSON."""
-    answer: str
+    answer: str = ""
     """As the model saw it."""
-    outcome: Outcome
-    started: float
-    """Seconds since the epoch."""
-    duration: float
+    outcome: Outcome = "committed"
+    started: float = 0.0
+    """Seconds since the epoch; of changes to files, when they were committed."""
+    duration: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +145,19 @@ class Operation:
     """Sorted by path; at most one for each."""
     session: SessionDelta = NO_DELTA
     undoes: tuple[int, ...] = ()
+    undone: tuple[str, ...] = ()
+    """The ids of the calls that it undoes: known even when their operations are gone."""
+    partly: tuple[str, ...] = ()
+    """Those of them of which it left something: what others had changed since."""
+    times: tuple[tuple[Parts, int], ...] = ()
+    """Modification times, before it, of the directories in which it added or removed a name; by
+    their paths before it. Undoing the newest operations restores them."""
+    size: int = 0
+    """Bytes stored so that it can be undone, before compression."""
+    moment: int = 0
+    """When it was committed, by the clock that files have, in nanoseconds."""
+    redo: str | None = None
+    """JSON: what a session's file lacks until it is next saved."""
 
 
 def new_id() -> str:

@@ -18,12 +18,20 @@ CREATE TABLE operation (
     duration REAL,                     -- seconds
     delta TEXT,                        -- JSON: what it changed in the session; NULL: nothing
     undoes TEXT,                       -- JSON: numbers of the operations that it undoes; NULL: none
+    undone TEXT,                       -- JSON: the ids of the calls that it undoes; NULL: none
+    partly TEXT,                       -- JSON: those of them of which something is left; NULL: none
+    times TEXT,                        -- JSON: modification times of directories before it; NULL: none
+    size INTEGER NOT NULL,             -- bytes stored so that it can be undone
+    moment INTEGER NOT NULL,           -- when, by the clock that files have, in nanoseconds
+    redo TEXT,                         -- JSON: what a session's file lacks until it is next saved
     changes INTEGER NOT NULL,          -- how many rows of "change" it has
     checksum INTEGER NOT NULL          -- CRC-32 of this row and of those
 );
 
 -- A call id names a call once in its session.
-CREATE UNIQUE INDEX operation_call ON operation (session, call_id) WHERE call_id IS NOT NULL;
+CREATE UNIQUE INDEX operation_call ON operation (session, call_id) WHERE session IS NOT NULL;
+
+CREATE INDEX operation_call_id ON operation (call_id);
 
 CREATE TABLE change (
     path TEXT NOT NULL,                -- relative to the workspace; '': the workspace itself
@@ -31,10 +39,25 @@ CREATE TABLE change (
     before TEXT,                       -- JSON: kind, mode, size, content ...; NULL: nothing was there
     after TEXT,
     origin TEXT,                       -- the path that it was moved from
+    stats TEXT,                        -- JSON: device, inode, change time and links, before and after
     PRIMARY KEY (path, number)
 ) WITHOUT ROWID;
 
 CREATE INDEX change_number ON change (number);
+
+-- The contents that an operation names; a content that none names is garbage.
+CREATE TABLE need (
+    digest TEXT NOT NULL,
+    number INTEGER NOT NULL REFERENCES operation (number) ON DELETE CASCADE,
+    PRIMARY KEY (digest, number)
+) WITHOUT ROWID;
+
+CREATE INDEX need_number ON need (number);
+
+-- What removed operations named outside of the database, until that is removed, too: ids of operations
+-- and digests. Garbage collection removes nothing else: a loss of power can have cost the row that
+-- names a file, and that file can be the only copy.
+CREATE TABLE garbage (name TEXT PRIMARY KEY) WITHOUT ROWID;
 
 -- The newest operation of each line: '' is checked out in the directory, the others are branches.
 CREATE TABLE head (
