@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
+import itertools
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from trees import look
 
 import weakincentives
+from chance import STRIDE
 from stored import damage
 from weakincentives.errors import FilesystemError, LogDamaged, LogUnavailable
 from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory
@@ -112,6 +118,59 @@ def test_while_the_log_cannot_be_asked_nothing_is_changed(
         if is_committed:
             other.undo(other.history()[1])
         assert look(fs.root)["a"] == before["a"]
+
+
+class Stopped(BaseException):
+    """What a signal handler, a debugger or a time limit raises anywhere."""
+
+
+def stop_at(number: int, *modules: str) -> Callable[[FrameType, str, object], None]:
+    """Raise at one of the calls of functions in some modules."""
+    made = itertools.count(1)
+
+    def look_at(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith(modules):
+            if next(made) == number:
+                raise Stopped
+
+    return look_at
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What is raised in a finalizer is lost."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_whatever_stops_a_commit_it_is_whole_or_nothing(tmp_path: Path) -> None:
+    committed = stopped = 0
+    for number in itertools.count(1, STRIDE):
+        with tempfile.TemporaryDirectory(dir=tmp_path) as place:
+            root = Path(place, "work")
+            (root / "d").mkdir(parents=True)
+            (root / "d" / "b").write_text("b\n")
+            before = look(root)
+            with HostFilesystem(root, store=Path(place, "store")) as fs:
+                sys.setprofile(stop_at(number, "filesystem/history.py", "log/database.py"))
+                try:
+                    fs.delete("d", recursive=True)
+                except Stopped:
+                    stopped += 1
+                else:
+                    assert number > 1
+                    break
+                finally:
+                    sys.setprofile(None)
+                assert len(fs.history()) == (look(root) != before)
+                committed += len(fs.history())
+                fs.write("c", "goes on\n")
+                assert fs.undo(*fs.history()) == ()
+                assert look(root) == before
+    assert 0 < committed < stopped
 
 
 @pytest.mark.parametrize("of_the_call", [True, False])

@@ -125,6 +125,8 @@ class Changes:
         """How many records have all their saved files in the store."""
         self.is_stuck = False
         """Whether the last undo failed part-way because of a disk error."""
+        self.was_committed = False
+        """Whether it is committed although something interrupted that."""
         self.partly: set[str] = set()
         """The calls that are undone in this transaction, but not at all their paths."""
         self.expected: dict[Parts, Seen] | None = None
@@ -347,7 +349,14 @@ class Changes:
         """Roll back everything. Returns a sentence for each path that could not be restored."""
         self._marks.clear()
         if self.records and self.history.is_in_doubt:
-            return self._leave_in_doubt()
+            try:
+                self.was_committed = self.history.is_committed(self.records[0])
+            except (LogUnavailable, HistoryDamaged):
+                return self._leave_in_doubt()
+            self.history.is_in_doubt = False
+            if self.was_committed:
+                self._finish_committed()
+                return ()
         sentences = self._undo_from(0)
         if self.records:
             self.history.unfinished = self._finish_undoing
@@ -379,7 +388,16 @@ class Changes:
         if not is_committed:
             self._finish_undoing()
             return
-        self.history.finish_committed(self.records)
+        self._finish_committed()
+
+    def _finish_committed(self) -> None:
+        """Finish what the log has; if the disk fails, before the next change."""
+        records = self.records
+        try:
+            self.history.finish_committed(records)
+        except OSError as error:
+            logger.warning("The originals of a committed call will be kept later: %s", error)
+            self.history.unfinished = lambda: self.history.finish_committed(records)
         self.records, self.is_stuck = [], False
         self.scratches.leave()
 

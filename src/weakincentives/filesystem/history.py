@@ -374,7 +374,7 @@ class History(Past):
         self.own: set[int] = set()
         """The serials of what this process has committed."""
         self.is_in_doubt = False
-        """Whether the log could not be asked if the open transaction is committed."""
+        """Whether only the log can tell if the open transaction is committed."""
         self._gone: list[str] = []
         """What only removed operations named, and is removed, too."""
         self.interrupt: BaseException | None = None
@@ -534,8 +534,9 @@ class History(Past):
         except OSError as error:
             # It is committed nevertheless.
             logger.warning("The originals of change %s will be kept later: %s", serial, error)
-            self.unfinished = finish
+            self.unfinished, self.is_in_doubt = finish, False
             return None
+        self.is_in_doubt = False
         self._trim()
         if self._seen_at != _NEVER:  # no other process can have added anything meanwhile
             self._seen_at = _NEVER
@@ -561,22 +562,23 @@ class History(Past):
         rows = list(contents)
         large = [data for data in rows if len(data) > CONTENT_IN_ROW]
         stored = [self.objects.add(data, safe=self.store.safe) for data in large]
+        log = self.log
+        self.is_in_doubt = True  # until it is finished: whatever interrupts that, the log is asked
         try:
-            self.log.append(
+            log.append(
                 operation,
                 contents=[data for data in rows if len(data) <= CONTENT_IN_ROW],
                 needs=(*needs, *stored),
             )
         except BaseException as error:
             try:
-                is_there = self.log.has(operation.id)
+                is_there = log.has(operation.id)
             except LogDamaged as damage:
                 self._set_aside(damage)  # it decides nothing any more
-                raise
-            except LogUnavailable:
-                self.is_in_doubt = True
+                self.is_in_doubt = False
                 raise
             if not is_there:
+                self.is_in_doubt = False
                 raise
             if not isinstance(error, LogUnavailable):
                 self.interrupt = error

@@ -422,6 +422,9 @@ class Workspace:
             self._end_in_place(changes, undone=False)
             return told
         self._end_in_place(changes, undone=not changes.is_stuck)
+        if changes.was_committed:
+            self.present.close("a call was interrupted while it was committed")
+            self.present = Present(self.disk)
         return told
 
     def _roll_back_later(self, changes: Changes) -> None:

@@ -14,7 +14,7 @@ import re
 import threading
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -319,7 +319,7 @@ class Log:
         """
         ids: list[str] = []
         needed: set[str] = set()
-        with self._transaction():
+        with self._synced() if safe else nullcontext(), self._transaction():
             for number in numbers:
                 found = self._rows("SELECT digest FROM need WHERE number = ?", (number,))
                 needed.update(digest for (digest,) in found)
@@ -336,8 +336,6 @@ class Log:
             self._connection.executemany(
                 "INSERT OR IGNORE INTO garbage VALUES (?)", [(name,) for name in (*ids, *unused)]
             )
-        if safe:
-            self._rows("PRAGMA wal_checkpoint(FULL)")
         return Garbage(tuple(ids), frozenset(unused))
 
     def compact(self) -> None:
@@ -358,6 +356,17 @@ class Log:
         return {digest for (digest,) in self._rows("SELECT DISTINCT digest FROM need")}
 
     # SQLite
+
+    @contextmanager
+    def _synced(self) -> Generator[None]:
+        """Have what is committed in the block, and before, on disk when it ends."""
+        with self._lock:
+            (usual,) = self._row("PRAGMA synchronous")
+            self._rows("PRAGMA synchronous = FULL")
+            try:
+                yield
+            finally:
+                self._rows(f"PRAGMA synchronous = {usual}")
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
