@@ -113,6 +113,8 @@ class _One:
         )
         self.removed = plan.removed
         self._done: set[Parts] = set()
+        self.taken: set[Parts] = set()
+        """What goes along with what is moved back."""
 
     def go_through(self) -> None:
         for change in self.changes:
@@ -177,13 +179,19 @@ class _One:
 
     def _take(self, origin: Parts, path: Parts, thing: Thing) -> None:
         """Take something along with what the plan has below it."""
-        if thing.is_directory and not thing.covers and self.plan.is_on_disk(path):
-            thing = thing._replace(here=path)  # only its attributes are other ones
-        self.updates[origin] = thing
         depth = len(path)
+        if thing.is_directory and not thing.covers:
+            if self.plan.is_on_disk(path):
+                thing = thing._replace(here=path)  # only its attributes are other ones
+            else:
+                for inner in self.plan.inside(thing, path):
+                    self.updates[(*origin, *inner)] = self.plan.at((*path, *inner))
+                    self.taken.add((*origin, *inner))
+        self.updates[origin] = thing
         for each, goal in self.plan.goals.items():
             if len(each) > depth and each[:depth] == path:
                 self.updates[(*origin, *each[depth:])] = goal
+                self.taken.add((*origin, *each[depth:]))
 
     def _is_it(self, change: Change, now: Thing) -> bool:
         """Whether a directory is the one that the call moved, or looks like it."""
@@ -302,7 +310,10 @@ class _One:
             self._leave_around_others(change)
             return
         if same and is_free and not may_stay and (not whole or self._is_untouched(change)):
-            self.updates[path] = self._before(change)
+            goal = self.updates[path] = self._before(change)
+            for each in [p for p in self.taken if goal.covers and _is_below(p, {path})]:
+                self.taken.discard(each)
+                self.updates.pop(each, None)  # the call itself had put it there
             if whole:
                 self._done.update(self._listed(change))
                 self._restore_below(change)
@@ -464,7 +475,19 @@ class _One:
                 before = before._replace(content=before.content or after.content)
                 if now.here is not None and self.plan.is_same(after, moved.left, now):
                     return Thing(before, change.found, now.here)
+        if before.kind == "file" and not before.content:
+            return Thing(before, change.found, self._went_to(change.path, before))
         return Thing(before, change.found)
+
+    def _went_to(self, path: Parts, before: Entry) -> Parts | None:
+        """Return where a file is now that went along with a directory."""
+        for depth in reversed(range(len(path))):
+            moved = self.moved.get(path[:depth])
+            if moved is not None:
+                now = self.plan.at((*moved.path, *path[depth:]))
+                same = now.entry is not None and self.plan.is_same(before, None, now)
+                return now.here if same else None
+        return None
 
 
 def _with_attributes(goal: Thing, before: Entry) -> Thing:
