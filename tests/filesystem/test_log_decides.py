@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import os
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -129,9 +130,9 @@ def stop_at(number: int, *modules: str) -> Callable[[FrameType, str, object], No
     made = itertools.count(1)
 
     def look_at(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith(modules):
-            if next(made) == number:
-                raise Stopped
+        is_call = event == "call" and frame.f_code.co_filename.endswith(modules)
+        if is_call and next(made) == number:
+            raise Stopped
 
     return look_at
 
@@ -223,7 +224,9 @@ def test_a_malformed_database_is_set_aside_and_costs_no_file(
             other.write("a", "goes on\n")
         other.undo(other.history()[-1])
         assert other.read("a") == "29\n"
-    aside = [path for path in (fs.store / "left").glob("*") if path.read_bytes()[:8] == data[:8]]
+    aside = [
+        path for path in (fs.store / "left").glob("*") if path.read_bytes()[:8] == bytes(data[:8])
+    ]
     assert bool(aside) == ("a new log begins" in caplog.text)
 
 
@@ -239,6 +242,76 @@ def test_a_deleted_database_costs_only_the_history(fs: HostFilesystem) -> None:
         other.write("a", "third\n")
         other.undo(other.history()[-1])
         assert other.read("a") == "second\n"
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_a_call_whose_row_is_lost_is_named(fs: HostFilesystem, lost: int) -> None:
+    for text in ("one\n", "two\n", "three\n"):
+        fs.write("a", text)
+    fs.close()
+    with contextlib.closing(sqlite3.connect(fs.store / "log.db")) as log, log:
+        log.execute("DELETE FROM operation WHERE number = ?", (lost,))
+
+    (told,) = WorkspaceHistory(fs.root, store=fs.store).damaged()
+    assert told.startswith(f"The record of change {lost} is damaged")
+    with opened(fs) as other:
+        assert [each.serial for each in other.history()] == [n for n in (1, 2, 3) if n != lost]
+        told = other.undo(other.history()[0], force=True)
+        assert any(f"change {lost} is damaged" in sentence for sentence in told)
+        other.write("b", "goes on\n")
+        assert other.history()[-1].serial == 5
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_calls_that_the_database_has_lost_are_told_once(
+    fs: HostFilesystem, caplog: pytest.LogCaptureFixture, is_deleted: bool
+) -> None:
+    fs.write("a", "one\n")
+    fs.close()
+    copy = (fs.store / "log.db").read_bytes()
+    with opened(fs) as other:
+        other.write("a", "two\n")
+        other.write("a", "three\n")
+    for path in fs.store.glob("log.db*"):
+        path.unlink()
+    if not is_deleted:
+        (fs.store / "log.db").write_bytes(copy)
+    before, first = look(fs.root), 1 if is_deleted else 2
+
+    (told,) = WorkspaceHistory(fs.root, store=fs.store).damaged()
+    assert f"has lost its last changes, {first} to 3" in told
+    with caplog.at_level(logging.ERROR), opened(fs) as other:
+        assert (look(fs.root), len(other.history())) == (before, first - 1)
+        other.write("b", "goes on\n")
+        assert other.undo(other.history()[-1]) == ()
+    assert caplog.text.count(f"{first} to 3") == 1
+    assert WorkspaceHistory(fs.root, store=fs.store).damaged() == ()
+
+
+@pytest.mark.parametrize("page", range(1, 30, 4))
+def test_a_page_that_is_lost_costs_no_file_and_is_told(
+    fs: HostFilesystem, caplog: pytest.LogCaptureFixture, page: int
+) -> None:
+    for number in range(11):
+        fs.write("a", f"{number}\n" * 50)
+    fs.close()
+    before, database = look(fs.root), fs.store / "log.db"
+    data = bytearray(database.read_bytes())
+    data[page * 4096 : (page + 1) * 4096] = bytes(4096)
+    database.write_bytes(data[: len(database.read_bytes())])
+
+    with caplog.at_level(logging.ERROR), opened(fs) as other:
+        for attempt in range(3):
+            with contextlib.suppress(LogDamaged):
+                other.history()
+            with contextlib.suppress(LogDamaged):
+                other.write("a", f"attempt {attempt}\n")
+            if other.read("a").startswith("attempt"):
+                break
+            assert look(fs.root) == before
+        assert other.read("a").startswith("attempt")
+        assert other.undo(other.history()[-1]) == ()
+        assert other.read("a") == "10\n" * 50
 
 
 def test_what_is_damaged_in_the_log_is_named(fs: HostFilesystem) -> None:

@@ -353,7 +353,7 @@ class Changes:
                 self.was_committed = self.history.is_committed(self.records[0])
             except (LogUnavailable, HistoryDamaged):
                 return self._leave_in_doubt()
-            self.history.is_in_doubt = False
+            self.history.is_in_doubt, self.history.interrupt = False, None
             if self.was_committed:
                 self._finish_committed()
                 return ()
@@ -430,7 +430,7 @@ class Changes:
         kept = {digest: data for digest, data in self._contents.items() if digest in needed}
         partly = [each for each in undoes if each in self.partly]
         serial = self.history.add(self.records, call, left, self.tree, undoes, kept, redo, partly)
-        self.records = []
+        self.records, self.history.is_in_doubt = [], False
         self._sweep()
         self.scratches.leave()
         interrupt, self.history.interrupt = self.history.interrupt, None

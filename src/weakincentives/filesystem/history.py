@@ -14,7 +14,7 @@ import re
 import stat
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,8 @@ class Past:
         self._log_of = 0
         """The process that has opened the log."""
         self._summaries: dict[int, Summary] | None = None
-        """By number, oldest first."""
+        """By number, oldest first; with those whose rows are lost."""
+        self._lost: Set[int] = frozenset()
         self._total: int | None = None
         self._seen_at = _NEVER
         self._last = 0
@@ -213,7 +214,9 @@ class Past:
             raise LookupError("there is no log yet")
         try:
             return log.read(number)
-        except HistoryDamaged as error:
+        except (HistoryDamaged, LogDamaged, LookupError) as error:
+            if isinstance(error, LookupError) and number not in self._lost:
+                raise
             raise HistoryDamaged(
                 f"The record of change {number} is damaged: it can be neither shown nor undone. The"
                 " others are not affected"
@@ -257,7 +260,7 @@ class Past:
     def redo(self, serial: int) -> Redo | None:
         """Return what a call's operation holds for its session; None for nothing."""
         log = self._opened()
-        with contextlib.suppress(LookupError, TypeError, ValueError, HistoryDamaged):
+        with contextlib.suppress(LookupError, TypeError, ValueError, HistoryDamaged, LogDamaged):
             text = None if log is None else log.read(serial).redo
             return None if text is None else Redo.decode(json.loads(text))
         return None
@@ -273,6 +276,23 @@ class Past:
             except HistoryDamaged as error:
                 found[serial] = error
         return found
+
+    def lacks(self) -> str | None:
+        """Return a sentence if the database has lost the newest calls; None if it has them.
+
+        SQLite drops, without an error, what follows a damaged part of its journal.
+        """
+        log = self._opened()
+        head = 0 if log is None else log.head()
+        with contextlib.suppress(OSError, ValueError):
+            known = int((self._store / _HEAD).read_bytes())
+            if known > head:
+                return (
+                    f"{self._store / LOG} has lost its last changes, {head + 1} to {known}: by a"
+                    " loss of power, damage or deletion. They can be neither shown nor undone; the"
+                    " files of the directory are as they left them"
+                )
+        return None
 
     def look_again(self) -> None:
         """Read again which calls there are: other processes may have added and trimmed some."""
@@ -302,7 +322,7 @@ class Past:
             self._total = sum(each.size for each in sizes.values())
         total, count = self._total, len(sizes)
         needed: float | None = None
-        for serial, (_, _, size, time) in sizes.items():
+        for serial, (*_, size, time) in sizes.items():
             if not limits.are_exceeded(total, count, partial(float, time), now):
                 return
             if needed is None:  # asked only then: every commit comes here
@@ -328,10 +348,26 @@ class Past:
     def _known(self) -> dict[int, Summary]:
         if self._summaries is None:
             log = self._opened()
-            found = [] if log is None else log.summaries()
-            self._summaries = {each.number: each for each in found}
+            found, head = ([], 0) if log is None else (log.summaries(), log.head())
+            self._summaries = dict(_with_lost(found, head))
+            self._lost = self._summaries.keys() - {each.number for each in found}
             self._last = max(self._summaries, default=0)
         return self._summaries
+
+
+def _with_lost(found: Sequence[Summary], head: int) -> Iterator[tuple[int, Summary]]:
+    """Yield operations by number, and with them those that a damaged database does not show.
+
+    Each names the one before it; only the oldest are ever removed.
+    """
+    last = 0
+    for each in found:
+        if last and each.parent > last:
+            yield each.parent, each._replace(number=each.parent, id="", parent=last, size=0)
+        yield each.number, each
+        last = each.number
+    if last and head > last:
+        yield head, found[-1]._replace(number=head, id="", parent=last, size=0)
 
 
 def committed(operation: Operation) -> Committed:
@@ -379,13 +415,16 @@ class History(Past):
         """What only removed operations named, and is removed, too."""
         self.interrupt: BaseException | None = None
         """What interrupted a commit that was made nevertheless."""
+        self._head_fd = -1
 
     @property
     def log(self) -> Log:
         """The log, opened when it is first needed: calls that change nothing never do."""
         if self._log is not None and self._log_of == os.getpid():
             return self._log
-        return self._open(create=True, safe=self.store.safe)
+        log = self._open(create=True, safe=self.store.safe)
+        self._tell_what_is_lost(log)
+        return log
 
     def _opened(self) -> Log | None:
         if self._log is not None and self._log_of == os.getpid():
@@ -400,6 +439,8 @@ class History(Past):
     def _head(self) -> int:
         if not self._is_kept:
             return 0
+        if self._log is not None and self._log.is_damaged:
+            self._set_aside(LogDamaged(f"{self._log.path}: the database is malformed"))
         try:
             self.log.position()
             return self.log.head()
@@ -430,10 +471,29 @@ class History(Past):
             error,
             place,
         )
+        with contextlib.suppress(OSError):
+            self._note_head(0)
+
+    def _note_head(self, number: int) -> None:
+        """Note the newest operation outside of the database, without waiting for the disk."""
+        if self._head_fd < 0:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            self._head_fd = os.open(self._store / _HEAD, flags, 0o600)
+        os.pwrite(self._head_fd, b"%020d\n" % number, 0)
+
+    def _tell_what_is_lost(self, log: Log) -> None:
+        with contextlib.suppress(LogUnavailable):  # whoever needs it says so
+            lost = self.lacks()
+            if lost is not None:
+                logger.error("%s", lost)
+                self._note_head(log.head())
 
     def close(self) -> None:
         """Close the journal and the log."""
         self.journal.close()
+        fd, self._head_fd = self._head_fd, -1
+        if fd >= 0:
+            os.close(fd)
         log, self._log = self._log, None
         if log is not None:
             _close_log(log, self._log_of)
@@ -525,18 +585,20 @@ class History(Past):
         self._decide(operation, (*changes.manifests, *kept.values()), needs)
         if self._summaries is not None:
             time = 0.0 if operation.call is None else operation.call.started
-            self._summaries[serial] = Summary(serial, operation.id, operation.size, time)
+            self._summaries[serial] = Summary(
+                serial, operation.id, operation.parent, operation.size, time
+            )
             self._total = None if self._total is None else self._total + operation.size
         self._last = serial
         finish = partial(self._finish, records, entries)
         try:
+            self._note_head(serial)
             finish()
         except OSError as error:
             # It is committed nevertheless.
             logger.warning("The originals of change %s will be kept later: %s", serial, error)
-            self.unfinished, self.is_in_doubt = finish, False
+            self.unfinished = finish
             return None
-        self.is_in_doubt = False
         self._trim()
         if self._seen_at != _NEVER:  # no other process can have added anything meanwhile
             self._seen_at = _NEVER
@@ -563,7 +625,7 @@ class History(Past):
         large = [data for data in rows if len(data) > CONTENT_IN_ROW]
         stored = [self.objects.add(data, safe=self.store.safe) for data in large]
         log = self.log
-        self.is_in_doubt = True  # until it is finished: whatever interrupts that, the log is asked
+        self.is_in_doubt = True  # until the commit ends: whatever interrupts it, the log is asked
         try:
             log.append(
                 operation,
@@ -911,6 +973,8 @@ COMPRESSED_BYTES = 4 << 20
 
 LOG = "log.db"
 """The name of the log in a store."""
+_HEAD = "head"
+"""The name of the file with the number of the newest operation: it tells if the log has lost it."""
 CONTENT_IN_ROW = 64 << 10
 """Bytes; larger contents are files."""
 _of_parents: list[Log] = []

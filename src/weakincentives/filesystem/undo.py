@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weakincentives.core.gc_pause import no_collection
-from weakincentives.errors import (
-    FilesystemError,
-    UndoRefused,
-)
+from weakincentives.errors import FilesystemError, LogDamaged, UndoRefused
 from weakincentives.filesystem.applied import Application
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import (
@@ -80,7 +77,11 @@ class WorkspaceHistory:
 
     def damaged(self) -> tuple[str, ...]:
         """Return a sentence for each damaged call; the other methods skip these."""
-        return tuple(str(error) for error in self._past.damaged().values())
+        try:
+            lost, damaged = self._past.lacks(), self._past.damaged()
+        except LogDamaged as error:
+            return (f"{error}. The next change in the directory begins a new log",)
+        return (*map(str, damaged.values()), *(() if lost is None else (lost,)))
 
     def to_prune(self, limits: Limits, *, left_too: bool = False) -> Pruned:
         """Return what ``HostFilesystem.prune`` would remove now; compression is not tried."""

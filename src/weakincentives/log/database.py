@@ -50,7 +50,7 @@ VERSION = 1
 _WAIT = 10.0
 """Seconds that a transaction waits for another process; ours queue before they ask SQLite."""
 
-_CORRUPT, _NOT_A_DATABASE = 11, 26
+_ERROR, _CORRUPT, _NOT_A_DATABASE = 1, 11, 26
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
@@ -60,6 +60,7 @@ class Summary(NamedTuple):
 
     number: int
     id: str
+    parent: int
     size: int
     time: float
 
@@ -88,6 +89,8 @@ class Log:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._errors = sqlite3.Error
+        self.is_damaged = False
+        """Whether SQLite has called it malformed."""
         try:
             self._connection = sqlite3.connect(
                 f"{Path(os.path.abspath(path)).as_uri()}?mode={'rwc' if create else 'rw'}",
@@ -124,9 +127,7 @@ class Log:
                 self._connection.execute(f"PRAGMA application_id = {APPLICATION}")
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
             elif (application, version) != (APPLICATION, VERSION):
-                raise StoreRefused(
-                    f"{self.path} is not a log of this version of wink. It is left as it is"
-                )
+                raise self._refused()
 
     def _check(self) -> None:
         """Raise unless this is a log; for readers, who change nothing."""
@@ -136,9 +137,14 @@ class Log:
         if (application, version) == (0, 0):
             raise LookupError(f"{self.path} has not been begun")
         if (application, version) != (APPLICATION, VERSION):
-            raise StoreRefused(
-                f"{self.path} is not a log of this version of wink. It is left as it is"
-            )
+            raise self._refused()
+
+    def _refused(self) -> StoreRefused:
+        return StoreRefused(
+            f"{self.path} is not a log of this version of wink, or is damaged. It is left as it is;"
+            " move it and the files beside it away, and a new log begins. Files of the workspace"
+            " are not affected"
+        )
 
     def is_at_its_path(self) -> bool:
         """Tell whether the database is still where it was opened."""
@@ -239,7 +245,11 @@ class Log:
             "SELECT path, before, after, origin, stats FROM change WHERE number = ? ORDER BY path",
             (number,),
         )
-        if len(rows) != count or _checksum(values, rows) != checksum:
+        try:
+            is_whole = len(rows) == count and _checksum(values, rows) == checksum
+        except TypeError:  # a flipped bit has made a text a blob, for example
+            is_whole = False
+        if not is_whole:
             raise HistoryDamaged(f"operation {number} is damaged: it is neither shown nor undone")
         return _operation(values, rows)
 
@@ -298,9 +308,18 @@ class Log:
     def summaries(self) -> list[Summary]:
         """Return what each operation takes, oldest first."""
         found = self._rows(
-            "SELECT number, id, size, coalesce(started, 0) FROM operation ORDER BY number"
+            "SELECT number, id, parent, size, started FROM operation ORDER BY number"
         )
-        return [Summary(*row) for row in found]
+        return [
+            Summary(
+                number,
+                str(identity),
+                parent if isinstance(parent, int) else 0,
+                size if isinstance(size, int) else 0,  # a damaged row: `read` says so
+                started if isinstance(started, float | int) else 0.0,
+            )
+            for number, identity, parent, size, started in found
+        ]
 
     def position(self) -> tuple[int, int]:
         """Return a value that differs whenever operations were appended or removed."""
@@ -373,6 +392,8 @@ class Log:
         with self._lock:
             self._check_process()
             try:
+                if self._connection.in_transaction:  # what failed could not be rolled back, either
+                    self._connection.execute("ROLLBACK")
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield
@@ -401,9 +422,11 @@ class Log:
 
     def _translated(self, error: sqlite3.Error) -> LogUnavailable:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        is_malformed = code in (_CORRUPT, _NOT_A_DATABASE) or "unsupported file format" in str(
-            error
+        # Our statements are right: an error in one is a damaged schema.
+        is_malformed = code in (_CORRUPT, _NOT_A_DATABASE) or (
+            code == _ERROR and "transaction" not in str(error)
         )
+        self.is_damaged = self.is_damaged or is_malformed
         kind = LogDamaged if is_malformed else LogUnavailable
         return kind(f"{self.path}: {error}")
 
