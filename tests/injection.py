@@ -73,9 +73,11 @@ def run_forked(
 
     The child ends with what the function returns, or by the injected kill.
     """
-    receiving, sending = processes.Pipe(duplex=False)
-    child = processes.Process(target=_held, args=(receiving, target, args))
+    ours, its = processes.Pipe()
+    child = processes.Process(target=_held, args=(its, target, args))
     child.start()
+    its.close()
+    assert ours.recv() == "ready"
     with tempfile.NamedTemporaryFile() as log:
         command = [*_strace(log.name, injection), "-p", str(child.pid)]
         # Without -q it tells when it has attached; what it says later is not read.
@@ -84,7 +86,7 @@ def run_forked(
                 assert strace.stderr is not None
                 told = strace.stderr.readline()
                 assert "attached" in told, told
-                sending.send("go")
+                ours.send("go")
                 child.join()
             finally:
                 child.kill()
@@ -92,12 +94,17 @@ def run_forked(
         code = child.exitcode
         assert code is not None
         child.close()
+        ours.close()
         trace = Path(log.name).read_text(errors="replace").splitlines()
     return code, [Injection(*each, "") for each in sorted(_modifying_calls(trace))]
 
 
-def _held(receiving: Connection, target: Callable[..., int], args: Sequence[object]) -> None:
-    receiving.recv()
+def _held(starter: Connection, target: Callable[..., int], args: Sequence[object]) -> None:
+    """Wait until faults can be injected: not into the start of the process."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # each fault is told there
+    starter.send("ready")
+    starter.recv()
     os._exit(target(*args))  # what the interpreter does at its end is not under test
 
 

@@ -138,7 +138,9 @@ class Twins:
     def undo_all(self) -> None:
         """Undo each call in both, newest first."""
         with HostFilesystem(self.root) as one, HostFilesystem(self.twin) as other:
-            for mine, theirs in zip(reversed(one.history()), reversed(other.history()), strict=True):
+            for mine, theirs in zip(
+                reversed(one.history()), reversed(other.history()), strict=True
+            ):
                 told = [self._undo(fs, each) for fs, each in ((one, mine), (other, theirs))]
                 assert told[0] == told[1]
                 assert differing(contents(self.root), contents(self.twin)) == {}
