@@ -5,13 +5,16 @@ Patching ``os`` never reaches what a C library does. ``strace`` does, at one sys
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,13 +62,64 @@ def injections(program: Sequence[str | Path], *what: str, code: int = 0) -> list
     return [Injection(*call, each) for call in sorted(_modifying_calls(trace)) for each in what]
 
 
+processes = multiprocessing.get_context("forkserver")
+"""Starts children that have everything imported already: a fault then costs milliseconds."""
+
+
+def run_forked(
+    target: Callable[..., int], *args: object, injection: Injection | None = None
+) -> tuple[int, list[Injection]]:
+    """Run a function in a child; returns its exit code, and the modifying calls that it made.
+
+    The child ends with what the function returns, or by the injected kill.
+    """
+    ours, its = processes.Pipe()
+    child = processes.Process(target=_held, args=(its, target, args))
+    child.start()
+    its.close()
+    assert ours.recv() == "ready"
+    with tempfile.NamedTemporaryFile() as log:
+        command = [*_strace(log.name, injection), "-p", str(child.pid)]
+        # Without -q it tells when it has attached; what it says later is not read.
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            try:
+                assert strace.stderr is not None
+                told = strace.stderr.readline()
+                assert "attached" in told, told
+                ours.send("go")
+                child.join()
+            finally:
+                child.kill()
+                strace.terminate()  # programs that the child has left are no longer traced
+        code = child.exitcode
+        assert code is not None
+        child.close()
+        ours.close()
+        trace = Path(log.name).read_text(errors="replace").splitlines()
+    return code, [Injection(*each, "") for each in sorted(_modifying_calls(trace))]
+
+
+def _held(starter: Connection, target: Callable[..., int], args: Sequence[object]) -> None:
+    """Wait until faults can be injected: not into the start of the process."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # each fault is told there
+    starter.send("ready")
+    starter.recv()
+    os._exit(target(*args))  # what the interpreter does at its end is not under test
+
+
+def _strace(log: str, injection: Injection | None) -> list[str]:
+    command = ["strace", "-f", "-o", log, "-e", f"trace={','.join(MODIFYING)}"]
+    if injection is not None:
+        call, number, what = injection
+        command += ["-e", f"inject={call}:{what}:when={number}"]
+    return command
+
+
 def _traced(program: Sequence[str | Path], injection: Injection | None) -> tuple[int, list[str]]:
     with tempfile.NamedTemporaryFile() as log:
-        command = ["strace", "-f", "-qq", "-o", log.name, "-e", f"trace={','.join(MODIFYING)}"]
-        if injection is not None:
-            call, number, what = injection
-            command += ["-e", f"inject={call}:{what}:when={number}"]
-        ran = subprocess.run([*command, sys.executable, *program], capture_output=True, check=False)
+        command = [*_strace(log.name, injection), "-qq", sys.executable, *program]
+        ran = subprocess.run(command, capture_output=True, check=False)
         return ran.returncode, Path(log.name).read_text(errors="replace").splitlines()
 
 

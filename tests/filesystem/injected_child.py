@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import weakincentives as wink
 from weakincentives.errors import WinkError
@@ -28,23 +30,64 @@ def change(text: str, *, context: wink.ToolContext) -> str:
     return "changed"
 
 
-def main(step: str, root: str, store: str) -> int:
-    try:
-        with HostFilesystem(root, store=store) as fs:
-            if step == "call":
-                tools = wink.ToolRegistry([change], workspace=fs)
-                return 0 if tools.execute("change", {"text": TEXT}).success else FAILED
-            if step == "undo":
-                fs.undo(fs.history()[-1].call_id)
-            elif step == "prune":
-                fs.prune(Limits(count=1, newest=0))
-    except (WinkError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return FAILED
+def _call(fs: HostFilesystem) -> int:
+    tools = wink.ToolRegistry([change], workspace=fs)
+    return 0 if tools.execute("change", {"text": TEXT}).success else FAILED
+
+
+def _command(fs: HostFilesystem) -> int:
+    script = (
+        "echo by a command >edited; mkdir -p new; echo by a command >new/made;"
+        " test ! -e d/moved || mv d/moved new/moved; rm -rf removed"
+    )
+    return 0 if fs.run(["sh", "-c", script]).returncode == 0 else FAILED
+
+
+def _external(fs: HostFilesystem) -> int:
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.expect_external()
+        root = Path(fs.root)
+        (root / "edited").write_text("by another program\n")
+        (root / "new").mkdir(exist_ok=True)
+        (root / "new/made").write_text("by another program\n")
+        if (root / "d/moved").exists():
+            (root / "d/moved").rename(root / "new/moved")
+        shutil.rmtree(root / "removed", ignore_errors=True)
+        fs.merge(view)
     return 0
 
 
-if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # what the interpreter does at its end is not under test
+def _undo(fs: HostFilesystem) -> int:
+    fs.undo(fs.history()[-1].call_id)
+    return 0
+
+
+def _rewind(fs: HostFilesystem) -> int:
+    return FAILED if fs.revert_to(fs.history()[0].call_id) else 0
+
+
+def _prune(fs: HostFilesystem) -> int:
+    fs.prune(Limits(count=1, newest=0))
+    return 0
+
+
+STEPS: dict[str, Callable[[HostFilesystem], int]] = {
+    "call": _call,
+    "command": _command,
+    "external": _external,
+    "undo": _undo,
+    "rewind": _rewind,
+    "prune": _prune,
+}
+
+
+def work(step: str, root: str, store: str, durability: str = "fast") -> int:
+    """Open the workspace, make one step, close it."""
+    try:
+        safe = durability == "safe"
+        with HostFilesystem(root, store=store, durability="safe" if safe else "fast") as fs:
+            return STEPS[step](fs)
+    except (WinkError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return FAILED
