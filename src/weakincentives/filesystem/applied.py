@@ -32,6 +32,9 @@ class Application:
         """Things that are moved, but not by a single rename: copies of them."""
         self._copied: set[Parts] = set()
         """Where they are: nothing of them stays there."""
+        self._parked: dict[Parts, tuple[Parts, Parts]] = {}
+        """Things that are moved by two renames, because something else has to happen in between:
+        where each is meanwhile, and where it was."""
         self._renamed: set[Parts] = set()
         self._made: set[Parts] = set()
         """Directories that were restored before what is moved into them."""
@@ -62,6 +65,9 @@ class Application:
         for path in sorted(goals):
             if path not in self._made:
                 self._try_to_bring(path, goals[path], soft)
+        for path, (place, origin) in sorted(self._parked.items()):  # it could not be put there
+            self.changes.rename(place, origin)
+            self._cannot(path, f"it stays at {shown(join_path(origin))}")
         for path in reversed(soft):
             self._remove_if_empty(path)
         for path in sorted(self._attributes, reverse=True):
@@ -86,14 +92,23 @@ class Application:
     def _move(self, moves: dict[Parts, Parts], soft: list[Parts]) -> None:
         """Move by rename what can be; of the rest, take copies before anything is changed."""
         simple: list[tuple[Parts, Parts]] = []
+        parked: list[tuple[Parts, Parts]] = []
         above = {each for path in moves for each in self._restored_above(path, moves)}
         for path, origin in sorted(moves.items()):
             if self._is_simple(path, origin, moves, above):
                 simple.append((origin, path))
+            elif self._may_leave(path, origin, moves):
+                parked.append((origin, path))
             else:
                 self._copied.add(origin)
                 staged = self._staged[path] = self.changes.store.fresh()
                 copy_exactly(self.changes.tree, origin, self.changes.store.tree, (staged,))
+        for origin, path in sorted(parked, key=_depth, reverse=True):  # the inner ones first
+            self._keep_time(origin[:-1])
+            self._keep_time(())
+            place = (f"{TEMPORARY}{os.urandom(8).hex()}",)
+            self.changes.rename(origin, place)
+            self._parked[path] = place, origin
         for path in sorted(above):
             self._try_to_bring(path, self.plan.goals[path], soft)
             self._made.add(path)
@@ -104,6 +119,17 @@ class Application:
             self._keep_time(path[:-1])
             self.changes.rename(origin, path)
             self._renamed.add(path)
+
+    def _may_leave(self, path: Parts, origin: Parts, moves: dict[Parts, Parts]) -> bool:
+        """Whether nothing of what is moved is to stay where it is."""
+        if not origin or sum(1 for each in moves.values() if each == origin) > 1:
+            return False
+        if self._holds_left(origin) or origin in self.plan.left:
+            return False
+        goal = self.plan.goals.get(origin)
+        if goal is not None and not (goal.entry is not None and goal.here == origin != path):
+            return True
+        return self._goes_above(origin)
 
     def _restored_above(self, path: Parts, moves: dict[Parts, Parts]) -> Iterator[Parts]:
         """Yield the directories above a path that are restored from what is kept.
@@ -165,6 +191,14 @@ class Application:
                 self._remove(path)
         elif path in self._staged:
             self._put(path, self._staged[path])
+            self._finish(path, entry)
+        elif path in self._parked:
+            place, _ = self._parked[path]
+            if status is not None:
+                self._remove(path)
+            self._keep_time(path[:-1])
+            self.changes.rename(place, path)
+            del self._parked[path]
             self._finish(path, entry)
         elif path in self._renamed or (goal.here is not None and entry.is_directory):
             self._finish(path, entry)  # it is there already, with everything in it
@@ -331,6 +365,10 @@ def _nested(one: Parts, other: Parts) -> bool:
     """Whether one path is at or below the other."""
     depth = min(len(one), len(other))
     return one[:depth] == other[:depth]
+
+
+def _depth(two: tuple[Parts, Parts]) -> int:
+    return len(two[0])
 
 
 class _Links:

@@ -233,16 +233,15 @@ class _Derivation:
             found, left = self._entry_before(path, places), self._entry_left(path)
             before, after = self._value(found), self._value(left)
             if before is not None and before.is_directory:
-                content = self._content_before(path, places)
-                if not content and not (left is not None and left.is_directory):
-                    content = self._content_gone(path, places)
-                before = before._replace(content=content)
+                before = before._replace(content=self._content_before(path, places))
             elif before is not None and before.kind == "file" and not before.content:
                 before = before._replace(content=self._kept_at.get(path, ""))
             if after is not None and after.is_directory:
                 after = after._replace(content=self._content_left(path, inside))
                 if not after.content and not _is_plain(before) and self._came_along(path):
                     after = after._replace(content=self._manifest(path, self._listed(path)))
+            if before is not None and before.is_plain_directory and not _is_plain(after):
+                before = before._replace(content=self._content_gone(path, places))
             is_idle = before == after and (before is None or before.is_directory)
             if is_idle and not any(path[:depth] in self._paths for depth in range(len(path))):
                 continue  # it was there only in between

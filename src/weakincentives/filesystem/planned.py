@@ -32,6 +32,8 @@ class Thing(NamedTuple):
     """Where it is in the directory now, with its content and what is in it."""
     is_soft: bool = False
     """Of nothing: a directory that is there goes only if nothing is left in it."""
+    is_new: bool = False
+    """Whether a directory holds only what is planned: one that is there now is another one."""
 
     @property
     def is_directory(self) -> bool:
@@ -112,6 +114,8 @@ class Plan:
     def inside(self, top: Thing, parts: Parts) -> Iterator[Parts]:
         """Yield what is in a directory but for goals in it, by relative paths."""
         inner: Parts = ()
+        if top.is_new:
+            return
         if not top.covers:  # what is in it is what the next one above says
             for depth in reversed(range(len(parts))):
                 above = self.goals.get(parts[:depth])
