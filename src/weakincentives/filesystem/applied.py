@@ -203,6 +203,9 @@ class Application:
         elif path in self._renamed or (goal.here is not None and entry.is_directory):
             self._finish(path, entry)  # it is there already, with everything in it
         elif entry.is_directory:
+            if is_directory and goal.is_new and goal.covers and not self._holds_left(path):
+                self._remove(path)
+                is_directory, status = False, None
             self._bring_directory(path, entry, is_directory, status)
         elif is_directory and self._holds_left(path):
             self._hold(path)

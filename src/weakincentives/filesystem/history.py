@@ -349,26 +349,27 @@ class Past:
         if self._summaries is None:
             log = self._opened()
             found = [] if log is None else log.summaries()
-            self._summaries = {} if log is None else dict(_with_lost(found, log))
+            self._summaries = {} if log is None else _with_lost(found, log)
             self._lost = self._summaries.keys() - {each.number for each in found}
             self._last = max(self._summaries, default=0)
         return self._summaries
 
 
-def _with_lost(found: Sequence[Summary], log: Log) -> Iterator[tuple[int, Summary]]:
-    """Yield operations by number, and with them those that a damaged database does not show.
+def _with_lost(found: Sequence[Summary], log: Log) -> dict[int, Summary]:
+    """Return operations by number, and with them those that a damaged database does not show.
 
     Each names the one before it; only the oldest are ever removed, and the log knows up to where.
     """
-    last, head = log.removed, log.head()
-    time = 0.0
+    known: dict[int, Summary] = {}
+    last, head, time = log.removed, log.head(), 0.0
     for each in found:
         if each.parent > last:
-            yield each.parent, Summary(each.parent, "", last, 0, each.time)
-        yield each.number, each
+            known[each.parent] = Summary(each.parent, "", last, 0, each.time)
+        known[each.number] = each
         last, time = each.number, each.time
     if head > last:
-        yield head, Summary(head, "", last, 0, time)
+        known[head] = Summary(head, "", last, 0, time)
+    return known
 
 
 def committed(operation: Operation) -> Committed:

@@ -146,7 +146,12 @@ class _One:
             before = change.after if gone is None or gone.before is None else gone.before
             assert before is not None
             self._find_edits(change, origin)
-            self._take(origin, change.path, now._replace(entry=self._moved(now, before)))
+            moved = self._moved(now, before)
+            if not plan.force and not plan.is_same(change.after, None, now):
+                self.found[change.path] = self.is_partly = True
+                moved = moved._replace(mode=0 if now.entry is None else now.entry.mode)
+                plan.sentences.append(f"{_shown(origin)} keeps the mode that someone else gave it")
+            self._take(origin, change.path, now._replace(entry=moved))
             self.updates[change.path] = self._before(change)
         elif there.is_directory:
             self._merge_back(change, origin, now)
@@ -212,11 +217,13 @@ class _One:
     def _is_it(self, change: Change, now: Thing) -> bool:
         """Whether a directory is the one that the call moved, or looks like it."""
         after = change.after
-        if after is None or now.entry is None or not self.plan.is_same(after, None, now):
+        if after is None or now.entry is None or not now.is_directory:
             return False
         seen = change.left
         if seen is not None and now.stat is not None and seen[:2] == now.stat[:2]:
             return True
+        if not self.plan.is_same(after, None, now):
+            return False
         if not after.content:
             return True
         listed = {

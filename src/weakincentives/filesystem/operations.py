@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -248,9 +249,15 @@ class _Derivation:
             origin = self._origins.moved.get(path)
             if origin == path or after is None:
                 origin = None
-            changes.append(Change(path, before, after, origin, stat_of(found), stat_of(left)))
+            changes.append(Change(path, before, after, origin, self._seen(found), stat_of(left)))
         manifests = tuple(data for _, data in self._manifests.values())
         return Changed(tuple(changes), tuple(sorted(self._times.items())), manifests)
+
+    def _seen(self, entry: Entry | None) -> Stat | None:
+        """Return what an entry is recognised by; a scan notes no devices."""
+        if entry is not None and not entry.device:
+            entry = entry._replace(device=os.fstat(self._tree.fd).st_dev)
+        return stat_of(entry)
 
     def _entry_before(self, path: Parts, places: Mapping[Parts, Parts]) -> Entry | None:
         if path in self._before:
@@ -260,10 +267,10 @@ class _Derivation:
             if above in self._removed:
                 place = (self._removed[above], *below)
                 self._kept_at[path] = "/".join((f"@{self._operation}", *place))
-                return capture(self._kept, place)
+                return _captured(self._kept, place)
             if above in self._moved:
                 place = places.get(above)
-                return None if place is None else capture(self._tree, (*place, *below))
+                return None if place is None else _captured(self._tree, (*place, *below))
             if above in self._before:
                 return None
         return None
@@ -271,8 +278,7 @@ class _Derivation:
     def _entry_left(self, path: Parts) -> Entry | None:
         if path in self._left:
             return self._left[path]
-        status = self._tree.status_if_reached(path)
-        return None if status is None else capture(self._tree, path, status=status)
+        return _captured(self._tree, path)
 
     def _content_before(self, path: Parts, places: Mapping[Parts, Parts]) -> str:
         if path in self._removed:
@@ -361,6 +367,12 @@ class _Derivation:
             return value
         group = self._groups.setdefault(entry.ino, len(self._groups) + 1)
         return value._replace(group=group)
+
+
+def _captured(tree: Tree, path: Parts) -> Entry | None:
+    """Return what is at a path; None also if something above it is no directory."""
+    status = tree.status_if_reached(path)
+    return None if status is None else capture(tree, path, status=status)
 
 
 def _is_plain(entry: Value | None) -> bool:

@@ -31,7 +31,8 @@ class Thing(NamedTuple):
     here: Parts | None = None
     """Where it is in the directory now, with its content and what is in it."""
     is_soft: bool = False
-    """Of nothing: a directory that is there goes only if nothing is left in it."""
+    """Of nothing: a directory that is there goes only if nothing is left in it. Of a new
+    directory: what is left in one that is there stays."""
     is_new: bool = False
     """Whether a directory holds only what is planned: one that is there now is another one."""
 
@@ -40,11 +41,18 @@ class Thing(NamedTuple):
         return self.entry is not None and self.entry.is_directory
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a directory on its own."""
+        return self.entry is not None and self.entry.is_plain_directory and self.here is None
+
+    @property
     def covers(self) -> bool:
         """Whether it also says what is below the path."""
         if self.entry is None:
             return not self.is_soft
-        return not self.entry.is_plain_directory or self.here is not None
+        if self.is_plain:
+            return self.is_new and not self.is_soft
+        return True
 
     def is_like(self, other: Thing | None) -> bool:
         """Whether another one has the same in it: it differs in attributes only."""
@@ -194,6 +202,10 @@ class Plan:
         for parts in sorted(updates):
             thing, depth = updates[parts], len(parts)
             known = self.goals.get(parts)
+            if known is not None and known.entry is None and known.covers and thing.is_plain:
+                thing = thing._replace(is_new=True, is_soft=False)
+            elif thing.is_new:
+                thing = thing._replace(is_soft=True)
             if thing.entry is None and thing.is_soft and known is not None and known.covers:
                 restored[parts] = known
             if thing.covers and not thing.is_like(known):
@@ -224,7 +236,7 @@ class Plan:
         ``coming`` are paths where something is restored besides the goals.
         """
         above = [parts[:depth] for depth in range(len(parts))]
-        if any(each in self.left and not self._is_there(each) for each in above):
+        if any(each in self.left and not self.at(each).is_directory for each in above):
             return True
         try:
             self.tree.status(parts)

@@ -189,6 +189,10 @@ class Log:
             operation = replace(operation, number=max(self.last + 1, operation.number))
             values = _operation_row(operation)
             self._connection.execute(_INSERT, (*values, len(rows), _checksum(values, rows)))
+            number = (operation.number,)
+            if not self._rows("SELECT 1 FROM operation WHERE number = ?", number):
+                self.is_damaged = True  # rows out of order, which SQLite does not notice
+                raise LogDamaged(f"{self.path}: a new row cannot be found")
             self._connection.executemany(
                 "INSERT INTO change (path, number, before, after, origin, stats)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
