@@ -173,6 +173,38 @@ def test_whatever_stays_in_a_pruned_history_can_be_undone() -> None:
     try_all("prune", 3, check)
 
 
+def test_a_persons_new_file_with_a_reused_inode_number_stays() -> None:
+    """After a kill, a person replaces what the call had written: never is that taken for ours."""
+    needs_strace()
+    with TemporaryDirectory() as place:
+        _, found = Workspace(Path(place), 1).make("call")
+    reused, failures = 0, list[str]()
+    for injection in chosen(found):
+        with TemporaryDirectory() as place:
+            workspace = Workspace(Path(place), 1)
+            workspace.make("call", injection)
+            written = [path for path in ("edited", "d/moved") if (workspace.root / path).exists()]
+            for path in written:
+                reused += replace_by_a_person(workspace.root / path)
+            with workspace.open():
+                pass
+            failures += [
+                f"{injection}: {path}"
+                for path in written
+                if (workspace.root / path).read_text() != "a person's own\n"
+            ]
+    assert (failures, reused > 0) == ([], True)
+
+
+def replace_by_a_person(path: Path) -> bool:
+    """Replace a file; tells whether the new one has the inode number of the old one."""
+    old = path.stat()
+    path.unlink()
+    path.write_text("a person's own\n")
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns + 1))
+    return path.stat().st_ino == old.st_ino
+
+
 def test_an_injected_fault_reaches_the_program() -> None:
     """The harness itself: the call fails at a full disk, and the process dies by a kill."""
     needs_strace()
