@@ -306,7 +306,7 @@ class Work:
         assert mine <= kept, "an edit is lost"
         # For several entries, see the limits in docs/guarantees.md.
         if not edited and len(undone) == 1 and not undone[0].has_new_files:
-            assert self.linked() == undone[0].linked
+            assert self.linked() == undone[0].linked, (self.linked(), undone[0].linked)
 
     def _not_recognized(self, undone: list[Entry], touched: set[str]) -> set[tuple[str, str]]:
         """Return the moves of directories that nothing identifies any more.
@@ -351,7 +351,7 @@ class Work:
                 names = [path, *causes]
                 assert any(each in sentence for each in names for sentence in told), (path, told)
         if not touched:
-            assert told == ()
+            assert told == (), told
 
     def _check_forced(self, now: State) -> None:
         """What was replaced comes back when that is undone."""
@@ -387,7 +387,7 @@ class Work:
         after = self.state()
         self._note(now, linked, tuple(two[::-1] for two in entry.moves[::-1]))
         if is_free and not any(each.id == entry.id for each in later):
-            assert told == ()
+            assert told == (), told
             for path in {*now, *after}:
                 expected = entry.before if path in changed else now
                 assert after.get(path) == expected.get(path), path

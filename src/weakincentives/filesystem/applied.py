@@ -12,7 +12,7 @@ from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.contents import Contents
 from weakincentives.filesystem.entry import capture, copy_exactly
 from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
-from weakincentives.filesystem.planned import Plan, Thing
+from weakincentives.filesystem.planned import Plan, Thing, holds
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.log import Entry as Value
 from weakincentives.log import Operation
@@ -32,7 +32,12 @@ class Application:
         """Things that are moved, but not by a single rename: copies of them."""
         self._copied: set[Parts] = set()
         """Where they are: nothing of them stays there."""
+        self._parked: dict[Parts, tuple[Parts, Parts]] = {}
+        """Things that are moved by two renames, because something else has to happen in between:
+        where each is meanwhile, and where it was."""
         self._renamed: set[Parts] = set()
+        self._made: set[Parts] = set()
+        """Directories that were restored before what is moved into them."""
         self._attributes: dict[Parts, Value] = {}
         """Of directories; set last, because a change in a directory changes its time."""
         self.times: dict[Parts, int] = {}
@@ -50,33 +55,63 @@ class Application:
 
     def run(self) -> None:
         goals = self.plan.goals
-        moves = {path: goal.here for path, goal in goals.items() if goal.here not in (None, path)}
-        self._move(moves)
+        moves = {
+            path: goal.here
+            for path, goal in goals.items()
+            if goal.here is not None and (goal.here != path or self._goes_above(path))
+        }
         soft: list[Parts] = []
+        self._move(moves, soft)
         for path in sorted(goals):
-            try:
-                self._bring(path, goals[path], soft)
-            except OSError as error:
-                if not self.plan.force:
-                    raise
-                self._cannot(path, error.strerror or str(error))
+            if path not in self._made:
+                self._try_to_bring(path, goals[path], soft)
+        for path, (place, origin) in sorted(self._parked.items()):  # it could not be put there
+            self.changes.rename(place, origin)
+            self._cannot(path, f"it stays at {shown(join_path(origin))}")
         for path in reversed(soft):
             self._remove_if_empty(path)
         for path in sorted(self._attributes, reverse=True):
             self._set_attributes(path, self._attributes[path])
 
+    def _goes_above(self, path: Parts) -> bool:
+        """Whether a directory above a path is replaced as a whole."""
+        above = [path[:depth] for depth in range(len(path))]
+        goals = ((each, self.plan.goals.get(each)) for each in above)
+        return any(goal is not None and goal.covers and goal.here != each for each, goal in goals)
+
+    def _try_to_bring(self, path: Parts, goal: Thing, soft: list[Parts]) -> None:
+        try:
+            self._bring(path, goal, soft)
+        except OSError as error:
+            if not self.plan.force:
+                raise
+            self._cannot(path, error.strerror or str(error))
+
     # Moves
 
-    def _move(self, moves: dict[Parts, Parts]) -> None:
+    def _move(self, moves: dict[Parts, Parts], soft: list[Parts]) -> None:
         """Move by rename what can be; of the rest, take copies before anything is changed."""
         simple: list[tuple[Parts, Parts]] = []
+        parked: list[tuple[Parts, Parts]] = []
+        above = {each for path in moves for each in self._restored_above(path, moves)}
         for path, origin in sorted(moves.items()):
-            if self._is_simple(path, origin, moves):
+            if self._is_simple(path, origin, moves, above):
                 simple.append((origin, path))
+            elif self._may_leave(path, origin, moves):
+                parked.append((origin, path))
             else:
                 self._copied.add(origin)
                 staged = self._staged[path] = self.changes.store.fresh()
                 copy_exactly(self.changes.tree, origin, self.changes.store.tree, (staged,))
+        for origin, path in sorted(parked, key=_depth, reverse=True):  # the inner ones first
+            self._keep_time(origin[:-1])
+            self._keep_time(())
+            place = (f"{TEMPORARY}{os.urandom(8).hex()}",)
+            self.changes.rename(origin, place)
+            self._parked[path] = place, origin
+        for path in sorted(above):
+            self._try_to_bring(path, self.plan.goals[path], soft)
+            self._made.add(path)
         for origin, path in simple:
             if not self._is_free(path):
                 self._remove(path)
@@ -85,7 +120,31 @@ class Application:
             self.changes.rename(origin, path)
             self._renamed.add(path)
 
-    def _is_simple(self, path: Parts, origin: Parts, moves: dict[Parts, Parts]) -> bool:
+    def _may_leave(self, path: Parts, origin: Parts, moves: dict[Parts, Parts]) -> bool:
+        """Whether nothing of what is moved is to stay where it is."""
+        if not origin or sum(1 for each in moves.values() if each == origin) > 1:
+            return False
+        if self._holds_left(origin) or origin in self.plan.left:
+            return False
+        goal = self.plan.goals.get(origin)
+        if goal is not None and not (goal.entry is not None and goal.here == origin != path):
+            return True
+        return self._goes_above(origin)
+
+    def _restored_above(self, path: Parts, moves: dict[Parts, Parts]) -> Iterator[Parts]:
+        """Yield the directories above a path that are restored from what is kept.
+
+        Not those where something is now that is moved.
+        """
+        for depth in range(len(path)):
+            goal = self.plan.goals.get(path[:depth])
+            is_kept = goal is not None and goal.here is None and goal.covers and goal.is_directory
+            if is_kept and not any(_nested(path[:depth], each) for each in moves.values()):
+                yield path[:depth]
+
+    def _is_simple(
+        self, path: Parts, origin: Parts, moves: dict[Parts, Parts], made: set[Parts]
+    ) -> bool:
         """Whether a rename leads from one path to another, and disturbs no other goal."""
         goals = self.plan.goals
         leaves = goals.get(origin)
@@ -102,7 +161,7 @@ class Application:
             return False
         if _nested(path, origin) or not self._can_give_way(path):
             return False
-        above = (goals.get(path[:depth]) for depth in range(len(path)))
+        above = (goals.get(p) for p in (path[:d] for d in range(len(path))) if p not in made)
         return not any(each is not None and each.covers for each in above)
 
     def _is_free(self, path: Parts) -> bool:
@@ -132,6 +191,14 @@ class Application:
                 self._remove(path)
         elif path in self._staged:
             self._put(path, self._staged[path])
+            self._finish(path, entry)
+        elif path in self._parked:
+            place, _ = self._parked[path]
+            if status is not None:
+                self._remove(path)
+            self._keep_time(path[:-1])
+            self.changes.rename(place, path)
+            del self._parked[path]
             self._finish(path, entry)
         elif path in self._renamed or (goal.here is not None and entry.is_directory):
             self._finish(path, entry)  # it is there already, with everything in it
@@ -288,13 +355,7 @@ class Application:
         """Name a directory that holds what is not from these calls."""
         if self._holds_left(path):
             return  # that has its own sentence
-        names = sorted(self.changes.tree.names(path))
-        held = ", ".join(shown(join_path((*path, name))) for name in names[:3])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        self.sentences.append(
-            f"{shown(join_path(path))} holds something that is not from these calls"
-            f" and is left in place: {held}{more}"
-        )
+        self.sentences.append(holds(path, self.changes.tree.names(path)))
 
     def _cannot(self, path: Parts, why: str) -> None:
         self.sentences.append(f"{shown(join_path(path))} could not be restored: {why}")
@@ -304,6 +365,10 @@ def _nested(one: Parts, other: Parts) -> bool:
     """Whether one path is at or below the other."""
     depth = min(len(one), len(other))
     return one[:depth] == other[:depth]
+
+
+def _depth(two: tuple[Parts, Parts]) -> int:
+    return len(two[0])
 
 
 class _Links:

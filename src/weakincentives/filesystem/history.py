@@ -174,7 +174,7 @@ class Past:
         """Reads what operations name."""
         log = self._opened()
         if log is None:
-            raise LookupError("there is no log yet")
+            raise LogUnavailable(f"{self._store / LOG} is not there")
         return Contents(self._store, log)
 
     def content(self, digest: str) -> bytes:
@@ -348,26 +348,27 @@ class Past:
     def _known(self) -> dict[int, Summary]:
         if self._summaries is None:
             log = self._opened()
-            found, head = ([], 0) if log is None else (log.summaries(), log.head())
-            self._summaries = dict(_with_lost(found, head))
+            found = [] if log is None else log.summaries()
+            self._summaries = {} if log is None else dict(_with_lost(found, log))
             self._lost = self._summaries.keys() - {each.number for each in found}
             self._last = max(self._summaries, default=0)
         return self._summaries
 
 
-def _with_lost(found: Sequence[Summary], head: int) -> Iterator[tuple[int, Summary]]:
+def _with_lost(found: Sequence[Summary], log: Log) -> Iterator[tuple[int, Summary]]:
     """Yield operations by number, and with them those that a damaged database does not show.
 
-    Each names the one before it; only the oldest are ever removed.
+    Each names the one before it; only the oldest are ever removed, and the log knows up to where.
     """
-    last = 0
+    last, head = log.removed, log.head()
+    time = 0.0
     for each in found:
-        if last and each.parent > last:
-            yield each.parent, each._replace(number=each.parent, id="", parent=last, size=0)
+        if each.parent > last:
+            yield each.parent, Summary(each.parent, "", last, 0, each.time)
         yield each.number, each
-        last = each.number
-    if last and head > last:
-        yield head, found[-1]._replace(number=head, id="", parent=last, size=0)
+        last, time = each.number, each.time
+    if head > last:
+        yield head, Summary(head, "", last, 0, time)
 
 
 def committed(operation: Operation) -> Committed:
@@ -425,6 +426,10 @@ class History(Past):
         log = self._open(create=True, safe=self.store.safe)
         self._tell_what_is_lost(log)
         return log
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self._store, self.log)
 
     def _opened(self) -> Log | None:
         if self._log is not None and self._log_of == os.getpid():

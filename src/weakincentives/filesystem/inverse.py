@@ -113,6 +113,8 @@ class _One:
         )
         self.removed = plan.removed
         self._done: set[Parts] = set()
+        self.taken: set[Parts] = set()
+        """What goes along with what is moved back."""
 
     def go_through(self) -> None:
         for change in self.changes:
@@ -148,8 +150,23 @@ class _One:
             self.updates[change.path] = self._before(change)
         elif there.is_directory:
             self._merge_back(change, origin, now)
+            if gone is not None and _is_dir(gone.after):
+                self._remove_untouched(gone)
         else:
             self._conflict(origin, None)
+
+    def _remove_untouched(self, gone: Change) -> None:
+        """Remove what the call put where a directory is moved back to."""
+        for path in self._listed(gone):
+            before, _, _ = self._inside(path)
+            is_known = path in self.updates or path in self.by_path
+            if before is None and not is_known and self._is_as_left(path):
+                self.updates[path] = Thing(None, is_soft=self.plan.at(path).is_directory)
+
+    def _is_as_left(self, path: Parts) -> bool:
+        """Whether what the call itself put at a path is still there."""
+        _, after, seen = self._inside(path)
+        return after is not None and self.plan.is_same(after, seen, self.plan.at(path))
 
     def _find_edits(self, change: Change, origin: Parts) -> None:
         """Leave alone what someone has changed since the call wrote it and moved its directory."""
@@ -177,13 +194,20 @@ class _One:
 
     def _take(self, origin: Parts, path: Parts, thing: Thing) -> None:
         """Take something along with what the plan has below it."""
-        if thing.is_directory and not thing.covers and self.plan.is_on_disk(path):
-            thing = thing._replace(here=path)  # only its attributes are other ones
-        self.updates[origin] = thing
         depth = len(path)
+        if thing.is_directory and not thing.covers:
+            if not thing.is_new and self.plan.is_on_disk(path):
+                thing = thing._replace(here=path)  # only its attributes are other ones
+            else:
+                for inner in self.plan.inside(thing, path):
+                    self.updates[(*origin, *inner)] = self.plan.at((*path, *inner))
+                    self.taken.add((*origin, *inner))
+                thing = thing._replace(is_new=True)
+        self.updates[origin] = thing
         for each, goal in self.plan.goals.items():
             if len(each) > depth and each[:depth] == path:
                 self.updates[(*origin, *each[depth:])] = goal
+                self.taken.add((*origin, *each[depth:]))
 
     def _is_it(self, change: Change, now: Thing) -> bool:
         """Whether a directory is the one that the call moved, or looks like it."""
@@ -222,7 +246,8 @@ class _One:
                 target, thing = (*origin, *source[len(path) :]), plan.at(source)
                 there = plan.at(target)
                 self.updates[source] = NOTHING
-                if there.entry is None:
+                is_ours = not there.is_directory and self._is_as_left(target)
+                if there.entry is None or is_ours:
                     self._take(target, source, thing)
                 elif there.is_directory and thing.is_directory:
                     pending.append(source[len(path) :])
@@ -302,7 +327,11 @@ class _One:
             self._leave_around_others(change)
             return
         if same and is_free and not may_stay and (not whole or self._is_untouched(change)):
-            self.updates[path] = self._before(change)
+            goal = self.updates[path] = self._before(change)
+            drops = change.is_whole and goal.covers
+            for each in [p for p in self.taken if drops and _is_below(p, {path})]:
+                self.taken.discard(each)
+                self.updates.pop(each, None)  # the call itself had put it there
             if whole:
                 self._done.update(self._listed(change))
                 self._restore_below(change)
@@ -464,7 +493,26 @@ class _One:
                 before = before._replace(content=before.content or after.content)
                 if now.here is not None and self.plan.is_same(after, moved.left, now):
                     return Thing(before, change.found, now.here)
+        above = (path[:depth] for path in [change.path] for depth in range(len(path)))
+        if (
+            _has_manifest(before)
+            and before.content[0] != "@"
+            and any(p in self.moved for p in above)
+        ):
+            return Thing(_plain(before), change.found)  # it went along with that, and comes with it
+        if before.kind == "file" and not before.content:
+            return Thing(before, change.found, self._went_to(change.path, before))
         return Thing(before, change.found)
+
+    def _went_to(self, path: Parts, before: Entry) -> Parts | None:
+        """Return where a file is now that went along with a directory."""
+        for depth in reversed(range(len(path))):
+            moved = self.moved.get(path[:depth])
+            if moved is not None:
+                now = self.plan.at((*moved.path, *path[depth:]))
+                same = now.entry is not None and self.plan.is_same(before, None, now)
+                return now.here if same else None
+        return None
 
 
 def _with_attributes(goal: Thing, before: Entry) -> Thing:

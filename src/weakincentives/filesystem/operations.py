@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -237,6 +238,10 @@ class _Derivation:
                 before = before._replace(content=self._kept_at.get(path, ""))
             if after is not None and after.is_directory:
                 after = after._replace(content=self._content_left(path, inside))
+                if not after.content and not _is_plain(before) and self._came_along(path):
+                    after = after._replace(content=self._manifest(path, self._listed(path)))
+            if before is not None and before.is_plain_directory and not _is_plain(after):
+                before = before._replace(content=self._content_gone(path, places))
             is_idle = before == after and (before is None or before.is_directory)
             if is_idle and not any(path[:depth] in self._paths for depth in range(len(path))):
                 continue  # it was there only in between
@@ -276,6 +281,22 @@ class _Derivation:
             return self._manifest(places[path], self._listed(places[path]))
         return self._kept_at.get(path, "") if path in self._moved else ""
 
+    def _content_gone(self, path: Parts, places: Mapping[Parts, Parts]) -> str:
+        """Return what was in a directory that went along with another one."""
+        for depth in reversed(range(len(path))):
+            above, below = path[:depth], path[depth:]
+            if above in self._removed:
+                place = (self._removed[above], *below)
+                there = self._kept.status_if_reached(place)
+                is_kept = there is not None and stat.S_ISDIR(there.st_mode)
+                return "/".join((f"@{self._operation}", *place)) if is_kept else ""
+            if above in self._moved and above in places:
+                place = (*places[above], *below)
+                there = self._tree.status_if_reached(place)
+                is_there = there is not None and stat.S_ISDIR(there.st_mode)
+                return self._manifest(place, self._listed(place)) if is_there else ""
+        return ""
+
     def _content_left(self, path: Parts, inside: Mapping[Parts, dict[Parts, Entry]]) -> str:
         if self._origins.moved.get(path) is not None:
             return self._manifest(path, self._listed(path))
@@ -287,6 +308,11 @@ class _Derivation:
                 listed = [(p[len(inner) :], e) for p, e in below if p[: len(inner)] == inner != p]
                 return self._manifest(path, iter(listed)) if listed else ""
         return ""
+
+    def _came_along(self, path: Parts) -> bool:
+        """Whether what is in a directory came with one that was moved as a whole."""
+        above = (path[:depth] for depth in range(len(path)))
+        return any(self._origins.moved.get(each) is not None for each in above)
 
     def _inside_arrived(self) -> dict[Parts, dict[Parts, Entry]]:
         """Return what is in directories that arrived as a whole, as the commit found it."""
@@ -335,6 +361,10 @@ class _Derivation:
             return value
         group = self._groups.setdefault(entry.ino, len(self._groups) + 1)
         return value._replace(group=group)
+
+
+def _is_plain(entry: Value | None) -> bool:
+    return entry is not None and entry.is_plain_directory
 
 
 def value_of(entry: Entry) -> Value:

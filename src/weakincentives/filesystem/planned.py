@@ -14,7 +14,7 @@ from weakincentives.filesystem.contents import Contents
 from weakincentives.filesystem.entry import Entry as Node
 from weakincentives.filesystem.entry import digest_of
 from weakincentives.filesystem.operations import stat_of, value_of
-from weakincentives.filesystem.paths import BARRED, Parts
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.tree import Held, Tree
 from weakincentives.log import Entry, Stat
 
@@ -32,6 +32,8 @@ class Thing(NamedTuple):
     """Where it is in the directory now, with its content and what is in it."""
     is_soft: bool = False
     """Of nothing: a directory that is there goes only if nothing is left in it."""
+    is_new: bool = False
+    """Whether a directory holds only what is planned: one that is there now is another one."""
 
     @property
     def is_directory(self) -> bool:
@@ -105,17 +107,31 @@ class Plan:
         top = self.at(parts)
         depth = len(parts)
         planned = {p for p in self.goals if len(p) > depth and p[:depth] == parts}
-        if top.here is not None:
-            for path, _ in self.tree.walk(top.here, lenient=True):
-                if path != top.here:
-                    planned.add((*parts, *path[len(top.here) :]))
-        elif top.entry is not None and top.entry.content and top.is_directory:
-            planned.update((*parts, *inner) for inner in self.contents.listed(top.entry.content))
-        elif top.is_directory:
-            for path, _ in self.tree.walk(parts, lenient=True) if self._is_there(parts) else ():
-                if path != parts:
-                    planned.add(path)
+        if top.is_directory:
+            planned.update((*parts, *inner) for inner in self.inside(top, parts))
         yield from sorted(p for p in planned if self.at(p).entry is not None)
+
+    def inside(self, top: Thing, parts: Parts) -> Iterator[Parts]:
+        """Yield what is in a directory but for goals in it, by relative paths."""
+        inner: Parts = ()
+        if top.is_new:
+            return
+        if not top.covers:  # what is in it is what the next one above says
+            for depth in reversed(range(len(parts))):
+                above = self.goals.get(parts[:depth])
+                if above is not None and above.covers:
+                    top, inner = above, parts[depth:]
+                    break
+        here = (*top.here, *inner) if top.here is not None else None if top.covers else parts
+        if here is None:
+            listed = () if top.entry is None else self.contents.listed(top.entry.content)
+            yield from (
+                each[len(inner) :] for each in listed if each[: len(inner)] == inner != each
+            )
+        elif self._is_there(here):
+            for path, _ in self.tree.walk(here, lenient=True):
+                if path != here:
+                    yield path[len(here) :]
 
     def _is_there(self, parts: Parts) -> bool:
         status = self.tree.status_if_reached(parts)
@@ -174,14 +190,33 @@ class Plan:
     # Goals
 
     def goals_from(self, updates: Mapping[Parts, Thing]) -> None:
+        restored: dict[Parts, Thing] = {}
         for parts in sorted(updates):
             thing, depth = updates[parts], len(parts)
             known = self.goals.get(parts)
+            if thing.entry is None and thing.is_soft and known is not None and known.covers:
+                restored[parts] = known
             if thing.covers and not thing.is_like(known):
                 below = [p for p in self.goals if len(p) > depth and p[:depth] == parts]
                 for path in below:
                     del self.goals[path]
             self.goals[parts] = thing
+        for parts in sorted(restored, reverse=True):
+            self._remove_restored(parts, restored[parts])
+
+    def _remove_restored(self, parts: Parts, known: Thing) -> None:
+        """Have a directory go that would have been restored, unless something stays in it.
+
+        What is in the one that is there now does not matter: that one goes as a whole.
+        """
+        self.goals[parts] = known
+        if held := [path[len(parts)] for path in self.below(parts) if len(path) == len(parts) + 1]:
+            if not any(path[: len(parts)] == parts for path in self.left):  # else that is named
+                self.sentences.append(holds(parts, held))
+            return
+        for path in [p for p in self.goals if p[: len(parts)] == parts]:
+            del self.goals[path]
+        self.goals[parts] = NOTHING
 
     def is_blocked(self, parts: Parts, coming: Collection[Parts] = ()) -> bool:
         """Whether something that stays is where a directory above a path would be.
@@ -198,6 +233,16 @@ class Plan:
                 raise
             return not any(each in self.goals or each in coming for each in above)
         return False
+
+
+def holds(parts: Parts, names: Collection[str]) -> str:
+    """Say that a directory stays because of what is in it."""
+    held = ", ".join(shown(join_path((*parts, name))) for name in sorted(names)[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{shown(join_path(parts))} holds something that is not from these calls"
+        f" and is left in place: {held}{more}"
+    )
 
 
 def found(status: os.stat_result, parts: Parts) -> Thing:

@@ -216,6 +216,12 @@ class Log:
         return found[0][0] if found else 0
 
     @property
+    def removed(self) -> int:
+        """The newest operation that was removed; 0 if none was."""
+        found = self._rows("SELECT number FROM removed WHERE line = ''")
+        return found[0][0] if found else 0
+
+    @property
     def last(self) -> int:
         """The highest number that an operation has had; 0 if there was none."""
         found = self._row(
@@ -336,6 +342,7 @@ class Log:
         Returns what only they needed besides; :meth:`garbage` has that, too, until it is ``gone``.
         With ``safe`` the removal is on disk before this returns: only then may files go.
         """
+        numbers = list(numbers)
         ids: list[str] = []
         needed: set[str] = set()
         with self._synced() if safe else nullcontext(), self._transaction():
@@ -344,6 +351,12 @@ class Log:
                 needed.update(digest for (digest,) in found)
                 removed = "DELETE FROM operation WHERE number = ? RETURNING id"
                 ids += [identity for (identity,) in self._rows(removed, (number,))]
+            if numbers:
+                self._connection.execute(
+                    "INSERT INTO removed VALUES ('', ?) ON CONFLICT DO UPDATE"
+                    " SET number = max(number, excluded.number)",
+                    (max(numbers),),
+                )
             still = "SELECT 1 FROM need WHERE digest = ? LIMIT 1"
             unused = {digest for digest in needed if not self._rows(still, (digest,))}
             self._connection.executemany(

@@ -65,6 +65,12 @@ CREATE TABLE head (
     number INTEGER NOT NULL
 ) WITHOUT ROWID;
 
+-- Up to where garbage collection has removed the oldest operations: none after that may be missing.
+CREATE TABLE removed (
+    line TEXT PRIMARY KEY,
+    number INTEGER NOT NULL
+) WITHOUT ROWID;
+
 -- Small contents and manifests of directories; larger contents are files beside the database.
 CREATE TABLE content (
     digest TEXT PRIMARY KEY,           -- SHA-256
