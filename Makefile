@@ -18,10 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # One process more than there are cores: tests wait for disks and other processes.
 PROCESSES := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadscope
-# Only `make torture` takes a new seed each time; SECONDS is shared by its six parts.
+# Only `make torture` takes a new seed each time; SECONDS is shared by its seven parts.
 torture: SEED := $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))'))
 random = WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED)
-share = $(if $(SECONDS),$(shell expr $(SECONDS) / 6))
+share = $(if $(SECONDS),$(shell expr $(SECONDS) / 7))
 limit = $(if $(SECONDS),WINK_SECONDS=$(share))
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
@@ -48,7 +48,7 @@ test-all: $(VENDORS) $(SERVERS) $(MCP_NODE) $(AGENTS)  ## Everything: vendors' p
 
 torture: $(READY)  ## Random tests with a new SEED=, which is printed and repeats them: kills of a process that works and of one that prunes, 1,000 examples of every property, 1,000 runs of 8 agents, 1,000 kills between commit and save, and 1,000 of workers. SECONDS=300 begins nothing more after five minutes of tests.
 	@echo 'make torture SEED=$(SEED) repeats this'
-	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py
+	WINK_TORTURE=$(or $(share),600) $(random) $(BIN)/python -m pytest -s -n 0 -k torture tests/filesystem/test_host_kill.py tests/filesystem/test_prune.py tests/filesystem/test_kills_of_all_deeds.py
 	$(random) $(limit) $(PYTEST) --dist load -m hypothesis $(ARGS) $$(grep -rl --include='test_*.py' hypothesis tests)
 	$(random) $(limit) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
 	$(random) $(limit) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py

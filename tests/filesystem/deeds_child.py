@@ -5,6 +5,7 @@ A deed is one transaction: a call, a command, a merge, going back, or a garbage 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -163,8 +164,6 @@ def execute(root: Path, state: Path, seed: int, reports: Connection) -> None:
         os.dup2(nowhere.fileno(), 2)
     reports.send("")
     sys.argv[:] = ["wink"]
-    try:
+    with contextlib.suppress(SystemExit):
         main(["exec", "--", "sh", "-c", _script(random.Random(seed))])
-    except SystemExit:
-        pass
     reports.send("")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -82,8 +83,10 @@ STEPS: dict[str, Callable[[HostFilesystem], int]] = {
 }
 
 
-def work(step: str, root: str, store: str, durability: str = "fast") -> int:
+def work(step: str, root: str, store: str, durability: str = "fast", state: str = "") -> int:
     """Open the workspace, make one step, close it."""
+    if state:
+        os.environ["XDG_STATE_HOME"] = state
     try:
         safe = durability == "safe"
         with HostFilesystem(root, store=store, durability="safe" if safe else "fast") as fs:

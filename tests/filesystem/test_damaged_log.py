@@ -7,7 +7,7 @@ import logging
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,8 +118,8 @@ class Damaged:
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
-    yield Damaged(tmp_path_factory.mktemp("damaged"))
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    return Damaged(tmp_path_factory.mktemp("damaged"))
 
 
 def try_all(
@@ -251,7 +251,7 @@ def test_an_emptied_table_is_harmless_or_told(
 def test_a_flipped_bit_in_what_a_kill_left_is_harmless_or_told(
     damaged: Damaged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The newest calls are in the write-ahead log then, which SQLite reads up to its first error."""
+    """The newest calls are in the write-ahead log; SQLite reads that up to its first error."""
     size = (damaged.place / "kept store with its log still open" / "log.db-wal").stat().st_size
     dice = random.Random(f"{SEED} wal")
     failures: dict[int, str] = {}

@@ -158,7 +158,7 @@ def test_what_a_call_changed_is_there_after_a_loss_of_power(
             assert engines(fs)[1].engine == "overlay"
             os.sync()
             work(fs)
-            _copy(disk, copy)
+            copy_disk(disk, copy)
             expected = look(live / "work")
     with mounted(copy, tmp_path / "after", with_state=with_state) as after:
         with HostFilesystem(after / "work") as fs:
@@ -166,7 +166,7 @@ def test_what_a_call_changed_is_there_after_a_loss_of_power(
         assert look(after / "work") == expected
 
 
-def _copy(disk: Path, copy: Path) -> None:
+def copy_disk(disk: Path, copy: Path) -> None:
     subprocess.run(
         ["dd", f"if={disk}", f"of={copy}", "iflag=direct", "bs=1M", "conv=sparse", "status=none"],
         check=True,
@@ -195,7 +195,7 @@ def test_a_failed_command_is_undone_after_a_loss_of_power_in_the_middle(
             ):
                 change()
                 copies.append(tmp_path / f"copy-{number}")
-                _copy(disk, copies[-1])
+                copy_disk(disk, copies[-1])
             with pytest.raises(CommandFailed):
                 view.run("rm a.txt; false", check=True)
             fs.discard(view)

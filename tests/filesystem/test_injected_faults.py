@@ -26,13 +26,14 @@ from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 
 KILL = "signal=KILL"
 ERRORS = ("error=ENOSPC", "error=EIO", "error=EMFILE")
-FEW = 6
+FEW = 4
 """How many faults `make test` injects into each step."""
 BY_PERSON = {"person/notes": "by a person\n", "d/by person": "also by a person\n"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forkserver() -> None:
+    needs_strace()
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 does not tell it where our modules are, and then loads them in every child.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -101,7 +102,6 @@ def chosen(calls: Sequence[Injection]) -> list[Injection]:
 
 def try_all(step: str, calls: int, check: Callable[[Workspace, int], None]) -> None:
     """Make a step once for each fault at each of its system calls, and look at what is left."""
-    needs_strace()
     with TemporaryDirectory() as place:
         code, found = Workspace(Path(place), calls, person=True).make(step)
     assert (code, len(found) > 20) == (0, True)
@@ -173,9 +173,39 @@ def test_whatever_stays_in_a_pruned_history_can_be_undone() -> None:
     try_all("prune", 3, check)
 
 
+def test_a_persons_new_file_with_a_reused_inode_number_stays() -> None:
+    """After a kill, a person replaces what the call had written: never is that taken for ours."""
+    with TemporaryDirectory() as place:
+        _, found = Workspace(Path(place), 1).make("call")
+    reused, failures = 0, list[str]()
+    for injection in chosen(found):
+        with TemporaryDirectory() as place:
+            workspace = Workspace(Path(place), 1)
+            workspace.make("call", injection)
+            written = [path for path in ("edited", "d/moved") if (workspace.root / path).exists()]
+            for path in written:
+                reused += replace_by_a_person(workspace.root / path)
+            with workspace.open():
+                pass
+            failures += [
+                f"{injection}: {path}"
+                for path in written
+                if (workspace.root / path).read_text() != "a person's own\n"
+            ]
+    assert (failures, reused > 0) == ([], True)
+
+
+def replace_by_a_person(path: Path) -> bool:
+    """Replace a file; tells whether the new one has the inode number of the old one."""
+    old = path.stat()
+    path.unlink()
+    path.write_text("a person's own\n")
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns + 1))
+    return path.stat().st_ino == old.st_ino
+
+
 def test_an_injected_fault_reaches_the_program() -> None:
     """The harness itself: the call fails at a full disk, and the process dies by a kill."""
-    needs_strace()
     for what, code in ((KILL, -signal.SIGKILL), ("error=ENOSPC", FAILED)):
         with TemporaryDirectory() as place:
             assert Workspace(Path(place), 0).make("call", Injection("mkdir", 1, what))[0] == code
@@ -183,7 +213,6 @@ def test_an_injected_fault_reaches_the_program() -> None:
 
 def test_calls_of_sqlite_are_reached() -> None:
     """Python itself writes to descriptors of its own; SQLite writes pages at their places."""
-    needs_strace()
     with TemporaryDirectory() as place:
         _, found = Workspace(Path(place), 0).make("call")
     assert sum(each.call == "pwrite64" for each in found) > 5

@@ -1,7 +1,8 @@
-"""Whatever a workspace does, a process that is killed at a random instant leaves all of it or none.
+"""Whatever a workspace does, a kill at a random instant leaves all of it or nothing.
 
-Each deed is made again on a twin that nobody kills: before or after it, both must hold the same, and
-in the end every call of the history must be undone to the same state. `deeds_child.py` has the deeds.
+Each deed is made again on a twin that nobody kills: before or after it, both must hold the same,
+and in the end every call of the history must be undone to the same state. The deeds are in
+`deeds_child.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from chance import HEAVY, SEED
 from injection import processes
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory, branches_of, drop_branch
+from weakincentives.filesystem.tree import wait_until
 
 TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
 LIVES = 40 if HEAVY else 8
@@ -64,6 +66,9 @@ class Twins:
 
     def live(self) -> None:
         """Let a process make some deeds, and kill it over one of them."""
+        if self.dice.random() < 0.15:
+            self._live_by_exec()
+            return
         kinds = sorted(DEEDS)
         deeds = [Deed(self.dice.choice(kinds), self.dice.randrange(10**9)) for _ in range(6)]
         at = self.dice.randrange(len(deeds))
@@ -73,6 +78,17 @@ class Twins:
         for deed, ended in zip(deeds, told, strict=False):
             assert self._on_twin(deed) == ended
         self._check(deeds[len(told)] if len(told) < len(deeds) else None)
+        self._let_person_edit()
+
+    def _live_by_exec(self) -> None:
+        """Kill `wink exec` over a program that changes files."""
+        deed, wait = Deed("exec", self.dice.randrange(10**9)), self.dice.random() * 0.4
+        self.story.append((deed, wait))
+        told = self._kill(deeds_child.execute, (self.root, self.state, deed.seed), 0, wait)
+        assert wait_until(lambda: not works_in(self.root), 60)
+        if told:
+            assert self._on_twin(deed) == told[0]
+        self._check(None if told else deed)
         self._let_person_edit()
 
     def _kill(
@@ -102,8 +118,13 @@ class Twins:
 
     def _on_twin(self, deed: Deed) -> str:
         began = time.monotonic()
-        with HostFilesystem(self.twin) as fs:
-            ended = deeds_child.do(fs, deed)
+        if deed.kind == "exec":
+            given = (self.twin, self.state, deed.seed)
+            (ended,) = self._kill(deeds_child.execute, given, 0, 600)
+            self.kills -= 1
+        else:
+            with HostFilesystem(self.twin) as fs:
+                ended = deeds_child.do(fs, deed)
         self.finished += 1
         self._takes[deed.kind] = 0.7 * self._takes[deed.kind] + 0.3 * (time.monotonic() - began)
         return ended
@@ -152,6 +173,15 @@ class Twins:
             return len(fs.undo(call))  # type: ignore[arg-type]
         except (FilesystemError, UndoRefused) as error:
             return type(error).__name__
+
+
+def works_in(root: Path) -> bool:
+    """Tell whether a program that the kill has left is still at work there."""
+    for each in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(each) == str(root):
+                return True
+    return False
 
 
 def end_group(pid: int) -> None:
