@@ -714,6 +714,150 @@ def test_what_no_one_else_has_touched_comes_back_and_the_rest_is_named(
     go_through(steps, place)
 
 
+FOUND: list[Steps] = [
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("undo", 2, "force"),
+        ("call", "api", ("move", "e", "f")),
+        ("call", "api", ("move", "f", "e/in/c")),
+        ("undo", 2, "revert"),
+        ("undo", 3, "undo"),
+    ],
+    [("call", "api", ("delete", "e"), ("move", "d", "e/a")), ("redo",)],
+    [("call", "api", ("mkdir", "f")), ("call", "api", ("copy", "d/in", "f")), ("undo", 3, "undo")],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "e", "d")),
+        ("undo", 3, "rewind"),
+        ("undo", 0, "revert"),
+        ("call", "command", ("copy", "d/a", "d/in/c")),
+        ("undo", 3, "undo"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("delete", "d/in"), ("move", "e", "d")),
+        ("undo", 1, "rewind"),
+    ],
+    [("call", "api", ("delete", "e"), ("move", "b", "e/a")), ("redo",)],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "e", "d"), ("delete", "d/in"), ("delete", "d")),
+        ("person", "write", "d/a"),
+        ("undo", 0, "undo"),
+    ],
+    [
+        ("call", "command", ("mode", "a")),
+        ("call", "api", ("move", "d/in", "e/in/c"), ("move", "e/in", "d/in")),
+        ("undo", 2, "revert"),
+    ],
+    [
+        ("call", "api", ("move", "d/in", "e/in")),
+        ("undo", 2, "force"),
+        ("person", "mkdir", "d/in"),
+        ("undo", 1, "rewind"),
+    ],
+    [("call", "api", ("move", "d/in/c", "e/in/c"), ("move", "d", "f")), ("redo",)],
+    [
+        ("person", "mkdir", "f"),
+        ("call", "api", ("move", "f", "d"), ("move", "b", "d/a")),
+        ("redo",),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "e", "d")),
+        ("undo", 3, "force"),
+        ("undo", 0, "force"),
+        ("undo", 3, "undo"),
+    ],
+    [
+        ("call", "api", ("move", "d", "e/in")),
+        ("undo", 1, "force"),
+        ("call", "api", ("mkdir", "d"), ("delete", "e")),
+        ("undo", 3, "undo"),
+    ],
+    [("call", "api", ("write", "d/in/c"), ("move", "d", "e")), ("undo", 1, "force")],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "e", "d")),
+        ("call", "api", ("append", "b")),
+        ("undo", 1, "revert"),
+        ("person", "delete", "d/in"),
+        ("undo", 0, "rewind"),
+    ],
+    [("call", "api", ("move", "d", "e/in"), ("move", "e/in", "d/in")), ("redo",)],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("delete", "d/in")),
+        ("call", "api", ("move", "e", "d")),
+        ("undo", 1, "rewind"),
+        ("undo", 0, "undo"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("write", "b")),
+        ("call", "api", ("append", "e/in/c")),
+        ("call", "api", ("move", "e", "d/in")),
+        ("undo", 2, "revert"),
+        ("undo", 0, "revert"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "a", "d/b")),
+        ("call", "api", ("copy", "d/in", "e")),
+        ("call", "command", ("copy", "d/b", "e/in")),
+        ("undo", 3, "rewind"),
+    ],
+    [
+        ("call", "api", ("delete", "d")),
+        ("redo",),
+        ("call", "program", ("move", "d/b", "d/a")),
+        ("person", "write", "d/b"),
+        ("undo", 1, "rewind"),
+        ("undo", 3, "rewind"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("move", "d", "e/in")),
+        ("person", "mode", "e/in"),
+        ("call", "api", ("write", "e/a")),
+        ("undo", 1, "revert"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("undo", 1, "rewind"),
+        ("call", "api", ("delete", "d/in")),
+        ("undo", 0, "revert"),
+        ("undo_one", 3),
+        ("undo", 1, "revert"),
+        ("person", "mkdir", "d/in"),
+        ("undo", 2, "rewind"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("delete", "e")),
+        ("call", "api", ("append", "e/in/c")),
+        ("call", "api", ("move", "e", "d")),
+        ("person", "mode", "d"),
+        ("undo", 3, "rewind"),
+    ],
+    [
+        ("call", "command", ("write", "e/in/c")),
+        ("call", "api", ("delete", "d/in/c")),
+        ("call", "program", ("link", "a", "e/in/c")),
+        ("call", "command", ("move", "e", "d/in")),
+        ("call", "api", ("move", "d/in", "e/in")),
+        ("undo", 3, "revert"),
+    ],
+]
+"""What random histories have found since."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("steps", FOUND, ids=map(str, itertools.count()))
+def test_what_random_histories_have_found_stays_right(steps: Steps, place: str) -> None:
+    go_through(steps, place)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("part", range(PARTS))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 from pathlib import Path
 
@@ -61,7 +61,7 @@ with open(os.path.join(os.environ["XDG_STATE_HOME"], "log.db"), "w"):
     pass  # the hook itself: this one is found
 expected = [os.path.join(os.environ["XDG_STATE_HOME"], "log.db")]
 assert opened == expected, opened
-'''
+"""
 
 
 def test_python_opens_no_file_of_a_log(tmp_path: Path) -> None:

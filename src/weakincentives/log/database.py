@@ -443,6 +443,7 @@ class Log:
         is_malformed = code in (_CORRUPT, _NOT_A_DATABASE) or (
             code == _ERROR and "transaction" not in str(error)
         )
+        is_malformed = is_malformed or "FOREIGN KEY" in str(error)  # a row of ours is not found
         self.is_damaged = self.is_damaged or is_malformed
         kind = LogDamaged if is_malformed else LogUnavailable
         return kind(f"{self.path}: {error}")
