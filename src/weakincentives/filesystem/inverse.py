@@ -500,6 +500,11 @@ class _One:
                 before = before._replace(content=before.content or after.content)
                 if now.here is not None and self.plan.is_same(after, moved.left, now):
                     return Thing(before, change.found, now.here)
+        after = change.after
+        if _has_manifest(before) and after is not None and after.content == before.content:
+            now = self.plan.at(change.path)  # it was moved away and back
+            if now.here is not None:
+                return Thing(_plain(before), change.found, now.here)
         above = (path[:depth] for path in [change.path] for depth in range(len(path)))
         if (
             _has_manifest(before)
